@@ -45,7 +45,11 @@ def test_a_run_without_the_stage_trains_the_same_policy(tmp_path, tiny_qwen2, re
     assert largest_difference(*policies) < 1e-6
     for own, before in zip(*found, strict=True):
         assert "timing_s/old_log_prob" not in own and "timing_s/old_log_prob" in before
-        assert before.keys() - own.keys() == {"timing_s/old_log_prob", "timing_per_token_ms/old_log_prob"}
+        assert before.keys() - own.keys() == {
+            "timing_s/old_log_prob",
+            "timing_per_token_ms/old_log_prob",
+            "perf/mfu/actor_infer",
+        }
         for name in SAME:
             assert own[name] == pytest.approx(before[name], rel=1e-5, abs=1e-6), name
         assert own["actor/ppo_kl"] == 0 and before["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)

@@ -192,27 +192,34 @@ class PPOLoop(Trainer):
     def model_uses(self) -> Mapping[str, ModelUse]:
         """Return stage -> what it computes. Without generation, if the step trains not exactly what it generates."""
         config, policy, on = self.config, self.config.actor_rollout_ref, stage_roles(self.roles)
-        actor, critic = engine_settings(policy.actor).dtype, critic_engine_settings(config).dtype
-        read = functools.partial(ModelFlops.read, trust_remote_code=policy.model.trust_remote_code)
-        model = read(policy.model.path, override_config=policy.model.override_config)
-        is_policy = config.critic.model.path in (None, policy.model.path)
-        value = read(
-            config.critic.model.path or policy.model.path,
-            override_config=policy.model.override_config if is_policy else {},
-            outputs=1,
+        actor, trust = engine_settings(policy.actor).dtype, policy.model.trust_remote_code
+        model = ModelFlops.read(
+            policy.model.path, override_config=policy.model.override_config, trust_remote_code=trust
         )
         with_reference = scores_reference_with_actor(config, self.roles, trainer=type(self))
         epochs, update = policy.actor.ppo_epochs, ADAPTER_UPDATE if policy.model.uses_lora else UPDATE
         uses = {
             "old_log_prob": ModelUse(str(on.actor), model, actor, times=1 + with_reference),
             "ref": ModelUse(str(on.reference), model, actor),
-            "values": ModelUse(on.critic, value, critic),
-            "update_critic": ModelUse(on.critic, value, critic, UPDATE, times=epochs),
             "update_actor": ModelUse(str(on.actor), model, actor, update, times=epochs),
         }
         if trains_what_it_generates(config):
             uses["gen"] = ModelUse(str(on.rollout), model, policy.rollout.dtype)
-        return uses
+        return uses | (self._critic_uses(on.critic, times=epochs) if Role.Critic in self.roles else {})
+
+    def _critic_uses(self, role: str, *, times: int) -> dict[str, ModelUse]:
+        critic, policy = self.config.critic.model.path, self.config.actor_rollout_ref.model
+        model = ModelFlops.read(
+            critic or policy.path,
+            override_config=policy.override_config if critic in (None, policy.path) else {},
+            trust_remote_code=policy.trust_remote_code,
+            outputs=1,
+        )
+        dtype = critic_engine_settings(self.config).dtype
+        return {
+            "values": ModelUse(role, model, dtype),
+            "update_critic": ModelUse(role, model, dtype, UPDATE, times=times),
+        }
 
     def trained_groups(self) -> dict[str, Any]:
         """Return the groups with a trained engine, by their name in a checkpoint."""
