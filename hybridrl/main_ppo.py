@@ -21,7 +21,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import hybridrl
 from hybridrl import algos, driver, master, rewards, single_controller
 from hybridrl.config import PPOConfig, check_config, load_config
-from hybridrl.config.plugins import load_plugins
+from hybridrl.config.plugs import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from hybridrl import config as settings
 from hybridrl.config.introspection import BOUND_SIGNS, SettingSpec, dotted, keys, section_class, sections, value_text
-from hybridrl.config.plugins import load_plugins
+from hybridrl.config.plugs import load_plugins
 from hybridrl.errors import ConfigError
 
 Schema = TypeVar("Schema")

@@ -1,11 +1,15 @@
-"""Registries behind settings that name a class: built-in classes by address, and the user's own.
+"""Registries behind settings that name a class, and the user's modules that register more.
 
 `fields.plug` makes a setting of a registry. The schema needs the known names only, so a built-in class is declared here
 by its address and imported when a driver or worker looks it up.
 """
 
+import functools
 from typing import Any
 
+from hybridrl.config.introspection import keys
+from hybridrl.errors import ConfigError
+from hybridrl.import_path import load_module
 from hybridrl.registry import Registry
 
 _FSDP = "hybridrl.workers.engine.fsdp.engine:FSDPEngine"
@@ -42,3 +46,24 @@ TRACKERS: Registry[Any] = Registry(
     },
 )
 """Loggers: classes with the methods of `hybridrl.trainer.run.tracking.Tracker`."""
+
+PLUGINS = ("model.external_lib", "actor_rollout_ref.model.external_lib", "algorithm.path")
+"""Settings with files and modules that register formulas, models or classes when they are imported."""
+
+
+def load_plugins(config: Any) -> None:
+    """Import the modules of `PLUGINS`, once per process.
+
+    The driver and every worker call it before anything else reads a registry.
+
+    Raises:
+        ConfigError: A path does not exist or cannot be imported; the message names its key.
+    """
+    schema: type = type(config)
+    for key in PLUGINS:
+        paths = functools.reduce(getattr, key.split("."), config) if key in keys(schema) else ()
+        for path in paths:
+            try:
+                load_module(path)
+            except ConfigError as error:
+                raise ConfigError(f"{key}={path}: {error}") from error

@@ -1,12 +1,13 @@
-"""Error messages for unknown keys: the renamed key, a reason, or the nearest one.
+"""Error messages for unknown keys: why it was removed, the renamed key, a reason, or the nearest one.
 
-`verl/table.py` has what is known of verl's keys. A suggestion for any other key is made only if it is nearly certain:
-a wrong one costs more than none.
+`removed.py` has the keys of earlier versions, `verl/table.py` what is known of verl's keys. A suggestion for any other
+key is made only if it is nearly certain: a wrong one costs more than none.
 """
 
 from collections.abc import Collection
 from difflib import SequenceMatcher
 
+from hybridrl.config.removed import removal
 from hybridrl.config.verl.table import rows_of
 
 MIN_SIMILARITY = 0.6  # of names of plugs: below it a suggestion confuses more than it helps
@@ -18,6 +19,8 @@ MAX_LISTED = 25  # keys of a section in an error
 
 def suggest_key(name: str, known: Collection[str]) -> str:
     """Return the error message for a key that is not in `known`."""
+    if gone := removal(name):
+        return f"{name}: {gone}"
     for key, row in rows_of(name):
         ours = [target + name[len(key) :] for target in row.to]
         if ours and all(target in known for target in ours):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hybridrl import workers
 from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.engines import ref_engine_settings
-from hybridrl.config.plugins import load_plugins
+from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import GenerationRequest

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hybridrl.config.engines import critic_engine_settings
-from hybridrl.config.plugins import load_plugins
+from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto

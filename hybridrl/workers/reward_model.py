@@ -6,7 +6,7 @@ It runs in a worker process. The trainer's stage `reward` calls it.
 import torch
 
 from hybridrl.config.engines import reward_model_engine_settings
-from hybridrl.config.plugins import load_plugins
+from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto

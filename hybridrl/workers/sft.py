@@ -7,7 +7,7 @@ first of them. Their trainers call them.
 from collections.abc import Callable
 
 from hybridrl.config.engines import supervised_engine_settings
-from hybridrl.config.plugins import load_plugins
+from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.protocol import DataProto

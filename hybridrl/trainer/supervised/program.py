@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hybridrl import driver, single_controller
 from hybridrl.config import SupervisedConfig, load_config
-from hybridrl.config.plugins import load_plugins
+from hybridrl.config.plugs import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.run_context import RunContext
 from hybridrl.trainer import recovery

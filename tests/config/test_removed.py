@@ -1,0 +1,22 @@
+import pytest
+
+from hybridrl.config import load_config
+from hybridrl.config.introspection import keys
+from hybridrl.config.reference import PROGRAMS
+from hybridrl.config.removed import REMOVED
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.errors import ConfigError
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_setting_is_in_no_schema_and_says_the_way_out(key):
+    assert not any(name == key or name.startswith(f"{key}.") for schema in PROGRAMS.values() for name in keys(schema))
+    assert REMOVED[key].startswith("was removed: ") and "; " in REMOVED[key]
+
+
+@pytest.mark.parametrize("word", ["trainer.old=2", "trainer.old.depth=2"])
+def test_a_command_line_with_a_removed_setting_is_refused_with_the_way_out(monkeypatch, word):
+    monkeypatch.setitem(REMOVED, "trainer.old", "was removed: every run does so; leave it out")
+    with pytest.raises(ConfigError) as refused:
+        load_config(PPOConfig, [word], program="main_ppo", config_name="ppo_trainer")
+    assert str(refused.value) == f"{word.partition('=')[0]}: was removed: every run does so; leave it out"
