@@ -18,12 +18,11 @@ from typing import NoReturn
 
 from hybridrl.driver.termination import is_terminating
 from hybridrl.system.child_guard import children_of
-from hybridrl.system.process_stat import STOPPED, read_process_stat
+from hybridrl.system.process_stat import StopClock, read_process_stat
 
 logger = logging.getLogger(__name__)
 POLL_PERIOD_S = 0.5
-# 6 s: the master reports and kills frozen workers after 4.5 s. Ctrl-Z stops this process, too, which counts nothing.
-MAX_STOPPED_POLLS = 12
+FREEZE_TIMEOUT_S = 6.0  # later than the master, which reports the workers that it kills
 TERMINATION_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 8.0
 EXIT_CODE = 1  # of a program that ends with its cluster
@@ -39,7 +38,7 @@ class ClusterWatch:
         self._others = {*children_of(os.getpid())}
         self._essential = {pid: name for pid in self._others if (name := ESSENTIAL.get(_command_name(pid)))}
         self._pidfds = _pidfds(self._essential)
-        self._num_stopped: dict[int, int] = {}
+        self._clock = StopClock(FREEZE_TIMEOUT_S)
         self._newest: list[int] = []
 
     def sleep(self) -> None:
@@ -58,15 +57,15 @@ class ClusterWatch:
         if lost := next((name for pid, name in self._essential.items() if not read_process_stat(pid).state), ""):
             return lost
         self._newest = self._processes()
-        stopped = [pid for pid in self._newest if read_process_stat(pid).state == STOPPED]
-        self._num_stopped = {pid: self._num_stopped.get(pid, 0) + 1 for pid in stopped}
-        for pid, count in self._num_stopped.items():
-            if count >= MAX_STOPPED_POLLS:
-                _report_frozen(pid)
-                if pid in self._essential:
-                    return self._essential[pid]
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in self._clock.check(self._newest):
+            if _is_ending():
+                _silence_stderr()  # hide what Ray prints about the processes that we kill
+            else:
+                logger.warning(self._clock.describe(_command_name(pid), pid))
+            if pid in self._essential:
+                return self._essential[pid]
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return ""
 
     def kill_rest(self) -> None:
@@ -123,15 +122,8 @@ def shut_down_ray() -> None:
     thread.join(SHUTDOWN_TIMEOUT_S)
 
 
-def _report_frozen(pid: int) -> None:
-    if _is_ending():  # Ray must not have a word about what it misses now
-        return _silence_stderr()
-    seconds, name = MAX_STOPPED_POLLS * POLL_PERIOD_S, _command_name(pid)
-    logger.warning("%s (pid %d) has been stopped (SIGSTOP) for %g s; killing it", name, pid, seconds)
-
-
 def _is_ending() -> bool:
-    """Return whether this program has had its last word, and shuts Ray down or has done so."""
+    """Return whether this program has begun to exit, or has shut Ray down."""
     ray = sys.modules.get("ray")
     return EXITING.is_set() or (ray is not None and not ray.is_initialized())
 
@@ -161,7 +153,7 @@ def _end_program(lost: str, watch: ClusterWatch) -> NoReturn:
 
 
 def _silence_stderr() -> None:
-    """Let nobody have a word after this program's last one."""
+    """Redirect stderr to /dev/null, so that our error stays the last line."""
     with suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), STDERR)
 

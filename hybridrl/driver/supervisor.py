@@ -34,9 +34,9 @@ from hybridrl.driver.lifecycle import DriverLifecycle
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Source
 from hybridrl.system.child_guard import PR_SET_PDEATHSIG, prctl
 from hybridrl.system.json_lines import MessageReader, send_message
+from hybridrl.system.process_stat import StopClock
 
 logger = logging.getLogger(__name__)
-FREEZE_TIMEOUT_S = 4.5  # a driver stopped by SIGSTOP for so long, its parent not, is frozen: Ctrl-Z stops both
 POLL_PERIOD_S = 0.05
 FORWARD_DELAY_S = 0.3  # a signal to the parent is forwarded unless the driver received it too within this time
 CLUSTER_STOP_TIMEOUT_S = 15.0
@@ -97,7 +97,6 @@ class _Driver:
     received_signals: dict[int, float] = field(default_factory=dict)  # signal -> `time.monotonic` of its arrival
     exit_code: int | None = None  # from the driver's exit report
     new_job_reason: str | None = None
-    stopped_at: float | None = None
     is_killed: bool = False  # by the supervisor
 
 
@@ -168,6 +167,7 @@ class _Supervisor:
 
     def _wait(self, driver: _Driver) -> int:
         """Wait until the driver has ended, and return its wait status."""
+        clock = StopClock()
         while True:
             info = signal.sigtimedwait({*FORWARDED_SIGNALS, signal.SIGCHLD}, POLL_PERIOD_S)
             if info is not None and info.si_signo in FORWARDED_SIGNALS:
@@ -179,15 +179,11 @@ class _Supervisor:
             if self.cluster.has_exited() and not driver.is_killed:
                 # Ray would let the driver wait for a minute.
                 self._kill(driver, "the Ray cluster of this machine was lost; killing the driver that uses it")
-            pid, status = os.waitpid(driver.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-            if pid and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
-                return status
+            pid, status = os.waitpid(driver.pid, os.WNOHANG)
             if pid:
-                frozen = os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
-                driver.stopped_at = time.monotonic() if frozen else None
-            elif driver.stopped_at is not None and time.monotonic() - driver.stopped_at > FREEZE_TIMEOUT_S:
-                self._kill(driver, f"the driver has been stopped (SIGSTOP) for {FREEZE_TIMEOUT_S:g} s; killing it")
-                driver.stopped_at = None
+                return status
+            if clock.check([driver.pid]) and not driver.is_killed:
+                self._kill(driver, clock.describe("the driver", driver.pid))
 
     def _kill(self, driver: _Driver, why: str) -> None:
         logger.warning(why)

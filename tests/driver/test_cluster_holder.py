@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def held(request, tmp_path):
-    """A holder; its cluster's process ids: raylet, worker. Its parameter: polls until a stopped process is lost."""
+    """A holder; its cluster's process ids: raylet, worker. Its parameter: seconds until a stopped process is lost."""
     command = [sys.executable, "-m", "tests.support.driver.held_cluster", str(tmp_path)]
-    command += [str(getattr(request, "param", 3))]
+    command += [str(getattr(request, "param", 1))]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as program:
         raylet, worker = map(int, program.stdout.readline().split())
@@ -64,7 +64,7 @@ def test_a_frozen_worker_is_killed_and_the_cluster_goes_on(held):
     wait_until_gone(raylet)
 
 
-@pytest.mark.parametrize("held", [60], indirect=True)
+@pytest.mark.parametrize("held", [30], indirect=True)
 def test_a_process_that_is_stopped_for_a_moment_is_left_alone(held):
     program, raylet, worker = held
     for pid in (raylet, worker):

@@ -28,9 +28,8 @@ from hybridrl.master.state.events import (
 )
 from hybridrl.master.state.reducer import JobState
 from hybridrl.master.state.tables import WorkerPhase
-from hybridrl.system.process_stat import STOPPED, ProcessStat, read_process_stat
+from hybridrl.system.process_stat import FREEZE_TIMEOUT_S, STOPPED, ProcessStat, read_process_stat
 
-SILENCE_TIMEOUT_S = 4.5  # with a check every 0.25 s, a freeze is reported within 5 s
 EXIT_STATUS_TIMEOUT_S = 0.3  # the exit status becomes readable when the parent has reaped the process
 SELF_STALL_S = 2.0  # a longer gap between two checks means that the master itself was stopped
 RECONNECT_TIMEOUT_S = 15.0  # for a process of another machine whose connection ended and whose state is unknown
@@ -59,7 +58,7 @@ class Monitor:
         probe_remote: RemoteProbe,
         node_loss_reason: Callable[[str], str],
         *,
-        silence_timeout_s: float = SILENCE_TIMEOUT_S,
+        silence_timeout_s: float = FREEZE_TIMEOUT_S,
         run_directory: str = "",
     ) -> None:
         self.processes: dict[str, ProcessRecord] = {}

@@ -35,8 +35,8 @@ from hybridrl.master.state.events import (
 from hybridrl.master.state.tables import JOB_ENDS
 from hybridrl.single_controller.cluster import MASTER, NAMESPACE, actor_names, find_actor, get_value, master_name
 from hybridrl.single_controller.monitoring.heartbeat_client import HeartbeatClient, process_identity
-from hybridrl.single_controller.processes.freeze_watch import FreezeWatch
-from hybridrl.single_controller.processes.termination import kill_named
+from hybridrl.single_controller.processes.termination import kill_named, kill_process
+from hybridrl.system.process_stat import FreezeWatch
 
 logger = logging.getLogger(__name__)
 FINAL_REPORT_TIMEOUT_S = 5.0  # for the outcome, at the end of a job
@@ -104,7 +104,7 @@ class MasterClient:
         )
         hello = {"slot": driver, "name": f"{run}/{driver}"}
         self._on_stop, self._stop_received = on_stop or _stop_process, False
-        self._master_watch = FreezeWatch("the master", consequence="Ray restarts it")
+        self._master_watch = FreezeWatch("the master", consequence="Ray restarts it", kill=kill_process)
         commands: dict[str, Callable[[Any], None]] = {"stop": self._stop, "master": self._master_watch.set_process}
         self._heartbeats = HeartbeatClient(master_name(run), hello, self._progress, commands)
 

@@ -23,8 +23,8 @@ from hybridrl.single_controller.monitoring.snapshot_store import (
     store_snapshot,
     watch_process,
 )
-from hybridrl.single_controller.processes.freeze_watch import FreezeWatch
-from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_run
+from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_process, kill_run
+from hybridrl.system.process_stat import FreezeWatch
 from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot, wait_for_parts
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ class SupervisedState(ResumeState):
         if self._store is None:
             self._store = start_snapshot_store(self.run_name)
         if self._watch is None:
-            self._watch = FreezeWatch("the snapshot store", consequence="the next step starts a new one")
+            consequence = "the next step starts a new one"
+            self._watch = FreezeWatch("the snapshot store", consequence=consequence, kill=kill_process)
             watch_process(self._store, self._watch.set_process)
 
     def _kill_store(self) -> None:

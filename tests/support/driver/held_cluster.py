@@ -1,9 +1,9 @@
 """A cluster holder with stand-ins for Ray's processes, for tests.
 
-    python -m tests.support.driver.held_cluster FOLDER POLLS
+    python -m tests.support.driver.held_cluster FOLDER SECONDS
 
 The stand-ins are a shell named `raylet` and below it `sleep` named `worker`. Prints their ids. An empty line
-ends the parent's side; then prints the exit code of the holder. A process that is stopped for POLLS polls is lost.
+ends the parent's side; then prints the exit code of the holder. A process that is stopped for SECONDS is lost.
 """
 
 import os
@@ -42,7 +42,7 @@ def hold(folder: Path) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    cluster_watch.MAX_STOPPED_POLLS = int(sys.argv[2])
+    cluster_watch.FREEZE_TIMEOUT_S = float(sys.argv[2])
     holder, end = hold(Path(sys.argv[1]))
 
     def close_on_input() -> None:
