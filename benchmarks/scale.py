@@ -1,7 +1,7 @@
 """What the driver computes with up to 1024 ranks and 4096 replicas: `python benchmarks/scale.py [PART ...]`.
 
-    calls    CPU milliseconds of the driver per call of a worker group, sent to every rank, and through one relay per
-             node of 8 ranks. The calls are Ray's; two processes answer for all ranks and two for all relays.
+    calls    CPU milliseconds of the driver per call of a worker group. The calls are Ray's; two processes answer for
+             all ranks.
     step     CPU milliseconds per step of GRPO on stand-ins for the workers: the driver's own (dispatch, merging,
              formulas, metrics, ledger), and those of the stand-ins, which a cluster's workers spend. Without Ray's
              part, which `calls` has.
@@ -34,7 +34,6 @@ from hybridrl.protocol import DataProto
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.simulation import DEVICES, MODELS, Costs, Simulation, simulate
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.single_controller.processes.relay import NodeRelay, NodeRelays
 from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.processes.worker_processes import WorkerProcesses
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
@@ -66,13 +65,6 @@ class Rank(Worker):
         return DataProto.from_dict(tensors={"scores": data.batch["advantages"] * 2})
 
 
-class SharedRelays(NodeRelays):
-    """Relays of many nodes in few processes."""
-
-    def stop(self) -> None:
-        """Leave them to the next group."""
-
-
 def spread(values: Sequence[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
@@ -84,49 +76,35 @@ def cpu_ms(work: Callable[[], object]) -> float:
     return (time.process_time() - start) * 1e3
 
 
-def start_processes() -> tuple[list[Any], list[Any]]:
-    """Return processes that answer for ranks, and such that are relays."""
-    host_cls, relay_cls = ray.remote(num_cpus=0)(WorkerHost), ray.remote(num_cpus=0, max_concurrency=16)(NodeRelay)
+def start_processes() -> list[Any]:
+    """Return processes that answer for ranks."""
+    host_cls = ray.remote(num_cpus=0)(WorkerHost)
     hosts = [host_cls.remote() for _ in range(PROCESSES)]
     recipes = cloudpickle.dumps({"rank": ClassWithInitArgs(Rank)})
     ray.get([host.setup.remote(recipes, RankInfo(0, 1, 0, 1, "127.0.0.1", 0), {}) for host in hosts])
-    return hosts, [relay_cls.remote() for _ in range(PROCESSES)]
+    return hosts
 
 
-def group_of(ranks: int, hosts: list[Any], relays: list[Any], *, relayed: bool) -> RayWorkerGroup:
+def group_of(ranks: int, hosts: list[Any]) -> RayWorkerGroup:
     """Return a group of this many ranks in a few processes."""
     own = [hosts[rank // PER_NODE % PROCESSES] for rank in range(ranks)]
     processes = WorkerProcesses("rank", own, [f"rank-{rank}" for rank in range(ranks)], {"rank": Rank})
-    group = RayWorkerGroup.from_processes(processes, Rank, role="rank")
-    group.relay_from = 1 if relayed else ranks + 1
-    if relayed:
-        nodes = [list(range(start, min(ranks, start + PER_NODE))) for start in range(0, ranks, PER_NODE)]
-        ray.get([relay.attach.remote(dict(enumerate(own)), processes.addresses) for relay in relays])
-        actors = [relays[node % PROCESSES] for node in range(len(nodes))]
-        processes.relayed.relays = SharedRelays(
-            actors, nodes, {rank: host._actor_id.hex() for rank, host in enumerate(own)}
-        )
-    return group
+    return RayWorkerGroup.from_processes(processes, Rank, role="rank")
 
 
 def calls(repeats: int, all_ranks: Sequence[int]) -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=10**9)
-    hosts, relays = start_processes()
+    hosts = start_processes()
     columns = {"advantages": torch.randn(ROWS, TOKENS), "input_ids": torch.randint(0, 50_000, (ROWS, 2 * TOKENS))}
     batch = DataProto.from_dict(tensors=columns)
-    print(f"driver's CPU, ms per call: median (least to most) of {repeats}; {PER_NODE} ranks per relay")
-    print(f"{'ranks':>6}  {'call':<10}{'every rank':>28}{'relays':>28}{'ratio':>7}")
+    print(f"driver's CPU, ms per call: median (least to most) of {repeats}")
+    print(f"{'ranks':>6}  {'call':<10}{'CPU':>28}")
     for ranks in all_ranks:
-        direct, relayed = (group_of(ranks, hosts, relays, relayed=relayed) for relayed in (False, True))
-        work = {"nothing": lambda g: g.nothing(), "metrics": lambda g: g.metrics(), "batch": lambda g: g.score(batch)}
+        group = group_of(ranks, hosts)
+        work = {"nothing": group.nothing, "metrics": group.metrics, "batch": lambda g=group: g.score(batch)}
         for name, call in work.items():
-            times: dict[bool, list[float]] = {False: [], True: []}
-            for repeat in range(repeats + 1):
-                for is_relayed, group in ((False, direct), (True, relayed)):
-                    spent = cpu_ms(lambda call=call, group=group: call(group))
-                    times[is_relayed] += [spent] if repeat else []
-            ratio = median(times[False]) / median(times[True])
-            print(f"{ranks:>6}  {name:<10}{spread(times[False]):>28}{spread(times[True]):>28}{ratio:>7.1f}", flush=True)
+            times = [cpu_ms(call) for _ in range(repeats + 1)][1:]
+            print(f"{ranks:>6}  {name:<10}{spread(times):>28}", flush=True)
     ray.shutdown()
 
 

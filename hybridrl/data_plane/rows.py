@@ -88,15 +88,6 @@ class Rows(CopyOnWrite):
             return self._item(int(columns.row_index([rows], len(self))))
         raise TypeError(f"rows are selected by int, slice, list, array or tensor, got {type(rows).__name__}")
 
-    def column_kinds(self) -> dict[str, Any] | None:
-        """Return dtype and shape of a row of each column, tensors first; None if a column is jagged."""
-        tensors = self._tensors()
-        if any(tensor.is_nested for tensor in tensors.values()):
-            return None
-        all_columns: dict[str, Any] = {**tensors, **self.non_tensor_batch}
-        kinds = {name: (c.dtype, tuple(c.shape[1:])) for name, c in all_columns.items()}
-        return {"batch": None if self._batch is None else list(tensors), **kinds}
-
     def _item(self, row: int) -> DataProtoItem:
         batch = None if self.batch is None else self.batch[row]
         return DataProtoItem(batch, {name: array[row] for name, array in self.non_tensor_batch.items()}, self.meta_info)

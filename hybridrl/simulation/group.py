@@ -8,17 +8,13 @@ calls. In a collective call all ranks start together and wait for the slowest of
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from itertools import accumulate, pairwise
 from typing import Any
 
-from hybridrl.data_plane.batches import SplitBatch
 from hybridrl.simulation.clock import TimedRef, VirtualClock
 from hybridrl.simulation.worker import COLLECTIVE, Answer, TimedWorker, Workload
-from hybridrl.single_controller.dispatch import DispatchMode
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.node_slots import ResourcePool
-from hybridrl.single_controller.processes.relay import RELAY_FROM
 from hybridrl.single_controller.references import OutputRefs, materialize
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
@@ -40,8 +36,6 @@ class TimedWorkerGroup(LocalWorkerGroup[TimedWorker]):
         assert resource_pool is not None, "a pool says how many stand-ins there are"
         WorkerGroup.__init__(self, ray_cls_with_init.cls, role=role, world_size=resource_pool.world_size)
         self.pool = id(resource_pool)
-        ends = [0, *accumulate(resource_pool.store)]
-        self.ranks_of_nodes = [range(start, end) for start, end in pairwise(ends)]
         config, own_role = ray_cls_with_init.args
         self.members = [
             TimedWorker(config, own_role, rank=rank, world_size=self.world_size, workload=self.workload)
@@ -72,32 +66,6 @@ class TimedWorkerGroup(LocalWorkerGroup[TimedWorker]):
         references = [TimedRef(answer.value, end) for answer, end in zip(answers, ends, strict=True)]
         sizes = [len(a.value) if hasattr(a.value, "__len__") else None for a in answers] if with_num_rows else None
         return OutputRefs(references, ranks=list(ranks), fetch=self.clock.fetch, sizes=sizes)
-
-    def _call_all(
-        self,
-        name: str,
-        args: Sequence[Sequence[Any]],
-        kwargs: Mapping[str, Sequence[Any]],
-        *,
-        invocation: Invocation,
-        mode: DispatchMode,
-    ) -> Any:
-        if self.world_size >= RELAY_FROM:
-            args, kwargs = (
-                [self._cut_by_relays(a) for a in args],
-                {k: self._cut_by_relays(v) for k, v in kwargs.items()},
-            )
-        return super()._call_all(name, args, kwargs, invocation=invocation, mode=mode)
-
-    def _cut_by_relays(self, argument: Sequence[Any]) -> Sequence[Any]:
-        """Return the argument of each rank. The driver cuts a batch for nodes, and relays theirs for ranks."""
-        if not isinstance(argument, SplitBatch):
-            return argument
-        nodes = [argument.of(own) for own in self.ranks_of_nodes]
-        start_s = time.thread_time()
-        entries = [entry for node in nodes for entry in self._entries(node)]
-        self.clock.workers_cpu_s += time.thread_time() - start_s
-        return entries
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with results of other calls in place of references to them."""

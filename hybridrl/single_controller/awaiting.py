@@ -6,7 +6,7 @@ themselves, here and in the neighbouring modules, so that a run in one process (
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,6 @@ def wait_all(
     method: str,
     timeout_s: float | None,
     hint: str = "",
-    find_lost: Callable[[Any], tuple[int, str] | None] | None = None,
 ) -> list[Any]:
     """Return the values behind the references, in their order.
 
@@ -106,8 +105,6 @@ def wait_all(
         ranks: rank behind each reference; default 0, 1, 2, ...
         timeout_s: seconds for the whole call; None waits without limit.
         hint: appended to the text of `CallTimeout`.
-        find_lost: returns the rank behind a reference that the master has reported as lost, and why. Default: the
-            reference's own.
 
     Raises:
         WorkerLost: a worker process died; names role, rank and method.
@@ -130,10 +127,10 @@ def wait_all(
             left = reader.seconds_left()
             wait_s = poll_s if left is None else min(poll_s, left)
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=wait_s, fetch_local=False)
-            values |= reader.values(done, rank_of) if done else {}
+            values |= reader.values(done) if done else {}
             for reference in pending:
-                if lost := (find_lost or reader.reported_loss)(reference):
-                    raise WorkerLost(role, lost[0], method, lost[1])
+                if reason := lost_reason(reference):
+                    raise WorkerLost(role, rank_of[reference], method, reason)
             if pending and left is not None and left <= poll_s:
                 raise call_timeout(role, sorted(rank_of[p] for p in pending), method, timeout_s or 0.0, hint)
             wait.raise_if_cycle(pending)
@@ -161,11 +158,6 @@ class _ResultReader:
     deadline: float | None
     rank_of: Mapping[Any, int]
 
-    def reported_loss(self, reference: Any) -> tuple[int, str] | None:
-        """Return the rank behind a reference and how it was lost; None if the master has not reported it."""
-        reason = lost_reason(reference)
-        return None if reason is None else (self.rank_of[reference], reason)
-
     def seconds_left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
@@ -173,34 +165,31 @@ class _ResultReader:
         # A result that became ready at the last moment still gets a second to arrive.
         return None if self.deadline is None else max(1.0, self.deadline - time.monotonic())
 
-    def values(self, done: list[Any], rank_of: Mapping[Any, int]) -> dict[Any, Any]:
+    def values(self, done: list[Any]) -> dict[Any, Any]:
         """Return the values of ready results, by reference; raise the first failure among them."""
         import ray
 
         try:
             return dict(zip(done, ray.get(done, timeout=self.fetch_timeout_s()), strict=True))
         except Exception:  # of one of them: read one by one to find which
-            return {reference: self._value_or_worker_lost(reference, rank_of) for reference in done}
+            return {reference: self._value_or_worker_lost(reference) for reference in done}
 
-    def _value_or_worker_lost(self, reference: Any, rank_of: Mapping[Any, int]) -> Any:
+    def _value_or_worker_lost(self, reference: Any) -> Any:
         from ray.exceptions import OwnerDiedError
 
         try:
-            return self.value(reference, rank_of[reference])
-        except ConnectionLost as error:  # of a relay's rank: the process that it was connected to may be elsewhere
-            self.raise_if_worker_lost([other for other in rank_of if other != reference], rank_of, error)
-            raise
+            return self.value(reference)
         except WorkerLost:
             raise
         except Exception as error:
-            self.raise_if_worker_lost([other for other in rank_of if other != reference], rank_of, error)
+            self.raise_if_worker_lost([other for other in self.rank_of if other != reference], error)
             if isinstance(error, OwnerDiedError):
-                raise ObjectLost(f"{self.role}-{rank_of[reference]}, {self.method}(): {OWNER_LOST_HINT}") from None
+                raise ObjectLost(f"{self.role}-{self.rank_of[reference]}, {self.method}(): {OWNER_LOST_HINT}") from None
             if cause := broken_connection(error):
-                raise ConnectionLost(self.role, rank_of[reference], self.method, cause) from error
+                raise ConnectionLost(self.role, self.rank_of[reference], self.method, cause) from error
             raise
 
-    def value(self, reference: Any, rank: int) -> Any:
+    def value(self, reference: Any) -> Any:
         """Return the value of a ready result, or raise its error as the caller should see it."""
         import ray
         from ray.exceptions import (
@@ -213,6 +202,7 @@ class _ResultReader:
             WorkerCrashedError,
         )
 
+        rank = self.rank_of[reference]
         try:
             return ray.get(reference, timeout=self.fetch_timeout_s())
         except (OutOfMemoryError, RayActorError, WorkerCrashedError) as error:
@@ -229,7 +219,7 @@ class _ResultReader:
                 "check the network connection to its node"
             ) from None
 
-    def raise_if_worker_lost(self, others: list[Any], rank_of: Mapping[Any, int], error: Exception) -> None:
+    def raise_if_worker_lost(self, others: list[Any], error: Exception) -> None:
         """Raise WorkerLost, caused by `error`, if another worker dies within FOLLOW_UP_S."""
         import ray
 
@@ -238,9 +228,7 @@ class _ResultReader:
             done, others = ray.wait(others, num_returns=1, timeout=left, fetch_local=False)
             for reference in done:
                 try:
-                    self.value(reference, rank_of[reference])
-                except ConnectionLost:
-                    continue
+                    self.value(reference)
                 except WorkerLost as lost:
                     raise lost from error
                 except Exception:  # another consequence or another user error: the first one is reported

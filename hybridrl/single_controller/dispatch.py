@@ -16,7 +16,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
-from hybridrl.data_plane.batches import SplitBatch, chunk_rows, concat_batches, is_batch, is_data_proto
+from hybridrl.data_plane.batches import chunk_rows, concat_batches, is_batch
 from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.single_controller.invocation import MAGIC_ATTR, Dispatch, Execute, Invocation, register
@@ -29,15 +29,6 @@ Dispatched = tuple[tuple[Any, ...], dict[str, Any]]
 class DispatchMode(NamedTuple):
     dispatch_fn: Callable[..., Any]
     collect_fn: Callable[..., Any]
-
-    def concatenated_workers(self, group: Any) -> list[int] | None:
-        """Return the workers whose batches `collect_fn` concatenates in their order; None if it does anything else."""
-        if self.collect_fn is collect_dp:
-            return list(range(group.world_size))
-        if not isinstance(self.collect_fn, partial) or self.collect_fn.func is not _collect_mesh:
-            return None
-        workers = _collected_workers(group, *self.collect_fn.args)
-        return workers if workers == sorted(workers) else None
 
 
 def _each(split: Callable[[Any], Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
@@ -66,7 +57,7 @@ def dispatch_auto_shard(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
 
 def dispatch_dp(group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Split batches by rows, one chunk per worker; send anything else to all."""
-    return _each(partial(split_rows, group, num_parts=group.world_size), args, kwargs)
+    return _each(partial(split_rows, group, part_of=range(group.world_size)), args, kwargs)
 
 
 def dispatch_dp_with_func(group: Any, func: Any, *args: Any, **kwargs: Any) -> Dispatched:
@@ -83,30 +74,34 @@ def refuse_dispatch(group: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _presplit(argument: Any, num_parts: int) -> Sequence[Any]:
-    if not isinstance(argument, list | tuple | SplitBatch) or len(argument) != num_parts:
-        size = len(argument) if isinstance(argument, list | tuple | SplitBatch) else type(argument).__name__
+    if not isinstance(argument, list | tuple) or len(argument) != num_parts:
+        size = len(argument) if isinstance(argument, list | tuple) else type(argument).__name__
         raise ValueError(f"this method takes one argument per worker: a list of {num_parts}, got {size}")
     return argument
 
 
-def split_rows(group: Any, argument: Any, *, num_parts: int) -> Sequence[Any]:
-    """Return one chunk of the argument per part.
+def split_rows(group: Any, argument: Any, *, part_of: Sequence[int]) -> list[Any]:
+    """Return what each worker is sent of an argument: worker i gets part `part_of[i]`.
 
-    A batch is split by rows and a list of batches is taken as the chunks. A future with as many shards as parts is
+    A batch is split by rows and a list of batches is taken as the parts. A future with as many shards as parts is
     passed by reference; otherwise each worker fetches the shards that contain its rows. Any other value is shared.
     """
-    if is_data_proto(argument):
-        return SplitBatch(argument, even_bounds(len(argument), num_parts))
+    num_parts = max(part_of) + 1
     if is_batch(argument):
-        return group.put_each(chunk_rows(argument, num_parts))
+        return send_parts(group, chunk_rows(argument, num_parts), part_of)
     if isinstance(argument, DataProtoFuture):
         chunks = argument.chunk(num_parts)
-        return [c.futures[0] if len(c.futures) == 1 and c.dispatch_fn is None and c.part is None else c for c in chunks]
-    if isinstance(argument, SplitBatch):
-        return _presplit(argument, num_parts)
+        shards = [c.futures[0] if len(c.futures) == 1 and not (c.dispatch_fn or c.part) else c for c in chunks]
+        return send_parts(group, shards, part_of)
     if isinstance(argument, list | tuple) and argument and all(map(is_batch, argument)):
-        return group.put_each(_presplit(argument, num_parts))
-    return [group.put(argument)] * num_parts
+        return send_parts(group, _presplit(argument, num_parts), part_of)
+    return [group.put(argument)] * len(part_of)
+
+
+def send_parts(group: Any, parts: Sequence[Any], part_of: Sequence[int]) -> list[Any]:
+    """Return what each worker is sent, part `part_of[i]` for worker i; parts that several workers get are put once."""
+    sent = group.put_each(parts) if len(parts) == len(part_of) else [group.put(part) for part in parts]
+    return [sent[part] for part in part_of]
 
 
 def collect_list(group: Any, outputs: list[Any]) -> list[Any]:
@@ -216,30 +211,16 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
 
 def _dispatch_mesh(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     dp_ranks, _ = group.dp_layout(mesh_name)
-    num_parts = max(dp_ranks) + 1
-
-    def split(argument: Any) -> Sequence[Any]:
-        parts = split_rows(group, argument, num_parts=num_parts)
-        if isinstance(parts, SplitBatch):
-            return parts.shared_by(dp_ranks)
-        # A chunk that peers share is put once, small values too.
-        put = [group.put(part) for part in parts]
-        return [put[dp_rank] for dp_rank in dp_ranks]
-
-    return _each(split, args, kwargs)
+    return _each(partial(split_rows, group, part_of=dp_ranks), args, kwargs)
 
 
 def _collect_mesh(mesh_name: str, group: Any, outputs: list[Any]) -> Any:
     """Collect outputs in the order of the data-parallel ranks, which may differ from the order of the workers."""
-    workers = _collected_workers(group, mesh_name)
+    dp_ranks, is_collect = group.dp_layout(mesh_name)
+    workers = sorted((rank for rank, keep in enumerate(is_collect) if keep), key=dp_ranks.__getitem__)
     return collect_dp(
         group, outputs.select(workers) if isinstance(outputs, OutputRefs) else [outputs[w] for w in workers]
     )
-
-
-def _collected_workers(group: Any, mesh_name: str) -> list[int]:
-    dp_ranks, is_collect = group.dp_layout(mesh_name)
-    return sorted((rank for rank, keep in enumerate(is_collect) if keep), key=dp_ranks.__getitem__)
 
 
 __all__ = [

@@ -24,12 +24,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
-from hybridrl.data_plane.batches import SplitBatch, is_batch, size_in_bytes
+from hybridrl.data_plane.batches import is_batch, size_in_bytes
 from hybridrl.errors import ConfigError
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait_all
 from hybridrl.single_controller.call_chain import CallHeader, current_chain
 from hybridrl.single_controller.cluster import get_value
-from hybridrl.single_controller.dispatch import DispatchMode
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.lost_workers import lost_reason
 from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
@@ -37,7 +36,6 @@ from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.host_start import find_host
 from hybridrl.single_controller.processes.liveness import LivenessChecker
 from hybridrl.single_controller.processes.reattach import reattach_processes
-from hybridrl.single_controller.processes.relay import RELAY_FROM
 from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_S, WorkerProcesses
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import RANK_VARIABLES, Worker
@@ -63,9 +61,6 @@ def _check_environment(variables: Mapping[str, str]) -> None:
 class RayWorkerGroup(WorkerGroup[W]):
     """Worker processes of one role, or of several roles that share processes.
 
-    Calls of all of at least `relay_from` ranks that are waited for go through one relay per node
-    (`processes/relay.py`).
-
     Args:
         name_prefix: name of the job; processes are named `{name_prefix}/{role}-{rank}`.
         share: fraction of each slot that a process takes; default `1 / max_colocate_count` of the pool.
@@ -75,8 +70,6 @@ class RayWorkerGroup(WorkerGroup[W]):
             (`mark_ready`). Otherwise start new ones; `is_new` says which.
         timeout_s: seconds for starting the processes.
     """
-
-    relay_from = RELAY_FROM
 
     def __init__(
         self,
@@ -185,40 +178,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             call = call.options(**options) if options else call
             outputs.append(call.remote(header, self.role, method, *own_args, **own_kwargs))
         values, sizes = zip(*outputs, strict=True) if with_num_rows else (outputs, None)
-        if threads is None and self.world_size >= self.relay_from:
-            self.processes.relayed.note_calls(sizes)
         return self._references(method, ranks, values, sizes, invocation=invocation)
-
-    def _call_all(
-        self,
-        name: str,
-        args: Sequence[Sequence[Any]],
-        kwargs: Mapping[str, Sequence[Any]],
-        *,
-        invocation: Invocation,
-        mode: DispatchMode,
-    ) -> Any:
-        processes, from_driver = self.processes, not current_chain()
-        if from_driver and self.world_size >= self.relay_from and (relays := processes.find_relays()) is not None:
-            if self._liveness is not None and self._liveness.lost is not None:
-                raise self._liveness.lost
-            threads, timeout_s = invocation.threads, invocation.timeout_s
-            header = CallHeader(processes.fencing_token, (), threads).encode()
-            args, kwargs = [self._per_node(a) for a in args], {k: self._per_node(v) for k, v in kwargs.items()}
-            joined = mode.concatenated_workers(self)
-            return relays.call(
-                header, self.role, name, args, kwargs, threads=threads, timeout_s=timeout_s, joined=joined
-            )
-        outputs = super()._call_all(name, args, kwargs, invocation=invocation, mode=mode)
-        if invocation.threads is None:  # all calls before it have ended, too
-            processes.relayed.note_all_ended()
-        return outputs
-
-    def _per_node(self, argument: Sequence[Any]) -> Sequence[Any]:
-        """Return what relays are sent; they cut a batch for their ranks, unless its parts go to the object store."""
-        if isinstance(argument, SplitBatch) and size_in_bytes(argument.batch) <= PUT_IN_PARALLEL_BYTES * len(argument):
-            return argument
-        return self._entries(argument)
 
     def _check_callable(self, name: str, invocation: Invocation) -> None:
         # Ray ends a process that is called in a concurrency group that it does not have.

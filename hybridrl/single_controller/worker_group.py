@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
-from hybridrl.data_plane.batches import SplitBatch, is_batch
 from hybridrl.single_controller.dispatch import DispatchMode, get_dispatch_mode
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Execute, Invocation, endpoints_of
 from hybridrl.single_controller.references import OutputRefs
@@ -147,28 +146,11 @@ class WorkerGroup(ABC, Generic[W]):
             return self.fetch(output, method=name, timeout_s=invocation.timeout_s)[0] if wait else output
         args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
         if wait:
-            outputs = self._call_all(name, args, kwargs, invocation=invocation, mode=mode)
-            return outputs if is_batch(outputs) else mode.collect_fn(self, outputs)
+            outputs = self._submit(name, range(self.world_size), *self.per_worker(args, kwargs), invocation=invocation)
+            return mode.collect_fn(self, self.fetch(outputs, method=name, timeout_s=invocation.timeout_s))
         per_worker = self.per_worker(args, kwargs)
         outputs = self._submit(name, range(self.world_size), *per_worker, invocation=invocation, with_num_rows=True)
         return mode.collect_fn(self, outputs)
-
-    def _call_all(
-        self,
-        name: str,
-        args: Sequence[Sequence[Any]],
-        kwargs: Mapping[str, Sequence[Any]],
-        *,
-        invocation: Invocation,
-        mode: DispatchMode,
-    ) -> Any:
-        """Run a method on all workers, and return the outputs in worker order, or the batch that they are merged to.
-
-        Args:
-            args, kwargs: Each argument as a sequence over the workers.
-        """
-        outputs = self._submit(name, range(self.world_size), *self.per_worker(args, kwargs), invocation=invocation)
-        return self.fetch(outputs, method=name, timeout_s=invocation.timeout_s)
 
     def _check_callable(self, name: str, invocation: Invocation) -> None:
         """Raise ConfigError if the workers cannot run calls with this record."""
@@ -177,19 +159,10 @@ class WorkerGroup(ABC, Generic[W]):
         self, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Transpose: one sequence over workers per argument -> one set of arguments per worker."""
-        args, kwargs = [self._entries(a) for a in args], {k: self._entries(v) for k, v in kwargs.items()}
         ranks = range(self.world_size)
         return [tuple(a[rank] for a in args) for rank in ranks], [
             {k: v[rank] for k, v in kwargs.items()} for rank in ranks
         ]
-
-    def _entries(self, argument: Sequence[Any]) -> Sequence[Any]:
-        """Return what is sent to each worker; parts of a batch that several workers share are put once."""
-        if not isinstance(argument, SplitBatch):
-            return argument
-        parts = argument.parts()
-        parts = self.put_each(parts) if len(argument) == len(parts) else [self.put(part) for part in parts]
-        return [parts[i] for i in argument.part_of]
 
     def dp_layout(self, mesh_name: str) -> tuple[list[int], list[bool]]:
         """Return, per worker, its data-parallel rank on a mesh and whether its output is collected; cached.

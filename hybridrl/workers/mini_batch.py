@@ -17,11 +17,10 @@ import torch
 
 from hybridrl import algos
 from hybridrl.algos.partition import balanced_partition
-from hybridrl.data_plane.batches import SplitBatch
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.dispatch import make_nd_compute_dataproto_dispatch_fn
+from hybridrl.single_controller.dispatch import make_nd_compute_dataproto_dispatch_fn, send_parts
 from hybridrl.workers.engine.batching.micro_batches import PAIR
 
 COLUMN = "mini_batch"
@@ -52,8 +51,8 @@ def dispatch_mini_batches(mesh: str, group, data: DataProto, **kwargs) -> tuple[
     planned = data.select(batch_keys=names)
     planned.batch[COLUMN] = torch.from_numpy(step_of_row)
     planned.meta_info = replace(plan, num_mini_batches=len(mini_batches)).put_into(data.meta_info)
-    shards = SplitBatch(planned, list(pairwise([0, *ends])), order=rows, part_of=dp_ranks)
-    return (shards,), {k: [group.put(v)] * group.world_size for k, v in kwargs.items()}
+    shards = planned.select_idxs(rows).split_at(list(pairwise([0, *ends])))
+    return (send_parts(group, shards, dp_ranks),), {k: [group.put(v)] * group.world_size for k, v in kwargs.items()}
 
 
 def _mini_batches(data: DataProto, plan: UpdatePlan) -> list[np.ndarray]:

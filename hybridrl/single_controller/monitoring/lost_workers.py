@@ -30,11 +30,6 @@ def reported_reason(actor: str) -> str | None:
     return PROCESS.lost_reasons.get(actor)
 
 
-def any_reported() -> bool:
-    """Return whether the master has reported a loss."""
-    return bool(PROCESS.lost_reasons)
-
-
 def is_reported(reason: str) -> bool:
     """Return whether the master has reported a loss for this reason."""
     return reason in PROCESS.lost_reasons.values()

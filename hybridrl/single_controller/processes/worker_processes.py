@@ -25,7 +25,6 @@ from hybridrl.single_controller.processes.host_start import (
     worker_environment,
 )
 from hybridrl.single_controller.processes.process_groups import first_ranks_of, process_group_size
-from hybridrl.single_controller.processes.relay import NodeRelays, OrderedRelays
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.worker import RankInfo
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -60,7 +59,6 @@ class WorkerProcesses:
         concurrency_groups: names of the concurrency groups that every process has.
         standbys: start replacements, where they can; None for none.
         times: seconds of the restarts so far, by part.
-        relayed: the relays of the processes, until one of them is replaced.
     """
 
     label: str
@@ -80,7 +78,6 @@ class WorkerProcesses:
     concurrency_groups: frozenset[str] = frozenset()
     standbys: "Standbys | None" = None
     times: PartTimes = field(default_factory=PartTimes)
-    relayed: OrderedRelays = field(default_factory=OrderedRelays)
 
     def __post_init__(self) -> None:
         self.addresses = {host._actor_id.hex(): (self.label, rank) for rank, host in enumerate(self.hosts)}
@@ -202,18 +199,6 @@ class WorkerProcesses:
         reserved = wait_all(calls, role=self.label, method="reserved_devices", timeout_s=timeout_s)
         return node_devices(reserved, [slot.group.id for slot in pool.slots()], label=self.label)
 
-    def find_relays(self) -> NodeRelays | None:
-        """Return the relays of the processes, after starting them if there are none.
-
-        Returns None where a call through them could overtake an earlier call, or if they do not start.
-        """
-        if not self.relayed.is_safe():
-            return None
-        if self.relayed.relays is None:
-            node_of_rank = self.nodes if self.pool is None else [slot.group.id for slot in self.pool.slots()]
-            self.relayed.relays = NodeRelays.start(self.hosts, self.nodes, node_of_rank, label=self.label)
-        return self.relayed.relays
-
     def respawn(self, *ranks: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Kill these processes and start new ones on the same slots, with newly constructed workers.
 
@@ -264,7 +249,6 @@ class WorkerProcesses:
         self.times.split("model", {name: max(times.get(name, 0.0) for times in found) for name in names})
 
     def _kill_and_confirm(self, ranks: Sequence[int]) -> None:
-        self.relayed.stop()
         with self.times.part("kill"):
             kill_actors([self.hosts[rank] for rank in ranks])
             kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
@@ -336,7 +320,6 @@ class WorkerProcesses:
 
     def shutdown(self) -> None:
         """Kill the processes, also if they are frozen, and release their share of the pool."""
-        self.relayed.stop()
         kill_actors(self.hosts)
         kill_processes(zip(self.nodes, self.process_ids, strict=False))  # no ids if setup failed
         self._forget(list(self.addresses))

@@ -15,7 +15,6 @@ from hybridrl import algos
 from hybridrl.algos import advantages, policy_losses, sample_selection
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
-from hybridrl.data_plane.batches import SplitBatch
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
@@ -165,6 +164,6 @@ def call_balanced(
         parts = balanced_partition(data.batch["attention_mask"].sum(-1).tolist(), num_ranks)
     order = np.array([row for part in parts for row in part], dtype=np.int64)
     bounds = list(pairwise([0, *accumulate(map(len, parts))]))
-    result = method(SplitBatch(data, bounds, order=order))
+    result = method(data.select_idxs(order).split_at(bounds))
     result.reorder(order.argsort())
     return result
