@@ -1,4 +1,4 @@
-"""Where the seconds of a recovery go, with and without standby processes: the faults and the table of `recovery.py`.
+"""Where the seconds of a recovery go: the faults and the table of `recovery.py`.
 
 notice      from the fault until the trainer had noticed
 disconnect  what depends on the lost processes is stopped
@@ -37,7 +37,6 @@ FAULTS = [
     fault(4, "update_actor", "actor", 0, method="update_actor", after_s=0.01),
 ]
 NAMES = ("notice", "disconnect", "kill", "start", "import", "group", "model", "snapshot", "push", "repeat")
-MIB = 2**20
 
 
 def recovery_parts(folder: Path, hit: dict[str, Any]) -> dict[str, float]:
@@ -59,34 +58,25 @@ def recovery_parts(folder: Path, hit: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def rows_of_run(folder: Path, *, standby: bool) -> list[dict[str, Any]]:
-    """Return a row per loss of a run: role, parts, and whether it ran with standby processes."""
+def rows_of_run(folder: Path) -> list[dict[str, Any]]:
+    """Return a row per loss of a run: role, and parts."""
     found = ((hit, recovery_parts(folder, hit)) for hit in hits(folder))
-    return [{"role": hit["role"], "standby": standby, "parts": parts} for hit, parts in found if parts]
+    return [{"role": hit["role"], "parts": parts} for hit, parts in found if parts]
 
 
 def split_by_part(rows: Iterable[dict[str, Any]]) -> str:
-    """Return the table of the seconds of each part, per role and setting: median, and range; "" without rows."""
+    """Return the table of the seconds of each part, per role: median, and range; "" without rows."""
     rows = list(rows)
-    lines = [f"| lost | standby | losses | {' | '.join(NAMES)} | sum | CPU |", f"|{'---|' * (5 + len(NAMES))}"]
-    for role, standby in sorted({(row["role"], row["standby"]) for row in rows}):
-        own = [row["parts"] for row in rows if (row["role"], row["standby"]) == (role, standby)]
+    lines = [f"| lost | losses | {' | '.join(NAMES)} | sum | CPU |", f"|{'---|' * (4 + len(NAMES))}"]
+    for role in sorted({row["role"] for row in rows}):
+        own = [row["parts"] for row in rows if row["role"] == role]
         cells = [median_and_range([parts[name] for parts in own if name in parts]) for name in NAMES]
         cells.append(median_and_range([sum(parts.get(name, 0.0) for name in NAMES) for parts in own]))
         cells.append(median_and_range([parts["CPU"] for parts in own if "CPU" in parts]))
-        lines.append(f"| {role} | {'yes' if standby else 'no'} | {len(own)} | {' | '.join(cells)} |")
+        lines.append(f"| {role} | {len(own)} | {' | '.join(cells)} |")
     return "\n".join(lines) if rows else ""
 
 
 def median_and_range(values: Sequence[float]) -> str:
     middle = f"{statistics.median(values):.2f}" if values else "-"
     return middle if len(values) < 2 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
-
-
-def memory_of_standbys(folder: Path) -> str:
-    """Return a line per look at the standby processes of a run."""
-    return "\n".join(
-        f"before the loss of step {look['step']}: standby process with {look['pss'] / MIB:.0f} MiB of its own "
-        f"and its part of what it shares (PSS), {look['private'] / MIB:.0f} MiB of it shared with nobody"
-        for look in events(folder, "standby")
-    )

@@ -13,10 +13,9 @@ At the end of its run: whether the parameters are bit-identical to those of an u
 process and no file in /dev/shm was left. An exception in a worker's code must end the run; its row has the seconds
 until it did.
 
---parts N measures where the seconds of a recovery go instead, in N pairs of runs that alternate: without and with
-standby processes (`trainer.standby`), of two actor processes and one of the rollout. `_recovery_parts.py` explains the
-parts. It prints medians and ranges per role, the CPU seconds of the restarted processes, the memory of the standby
-process, and the load. Its rows are stored in --out/parts.jsonl; a further call adds to them.
+--parts N measures where the seconds of a recovery go instead, in N runs of two actor processes and one of the rollout.
+`_recovery_parts.py` explains the parts. It prints medians and ranges per role, the CPU seconds of the restarted
+processes, and the load. Its rows are stored in --out/parts.jsonl; a further call adds to them.
 
 The other rows are stored in --out/rows.jsonl; rows that exist are not measured again. Seconds are of this machine under
 its present load.
@@ -190,11 +189,10 @@ class Bench:
             self.model.mkdir(exist_ok=True)
             make_judge(make_tiny_qwen2(self.model), self.judge)
 
-    def run(self, name: str, config: str, faults: list[dict], *, standby: bool = False) -> tuple[Path, Any, float]:
+    def run(self, name: str, config: str, faults: list[dict]) -> tuple[Path, Any, float]:
         """Return the run's directory, its process result and when it ended."""
         folder = self.out / f"{name}-{time.time():.0f}"
-        changes = CONFIGS[config] | {"trainer__standby": standby}
-        changes |= {"reward_model__model__path": self.judge} if config == "all roles" else {}
+        changes = CONFIGS[config] | ({"reward_model__model__path": self.judge} if config == "all roles" else {})
         done = run_with(folder, self.model, *faults, timeout_s=900, **changes)
         return folder, done, time.time()
 
@@ -230,19 +228,18 @@ class Bench:
                 file.write(json.dumps(row) + "\n")
             print(line_of(row), flush=True)
 
-    def measure_parts(self, num_pairs: int) -> bool:
+    def measure_parts(self, num_runs: int) -> bool:
         """Print where the seconds of recoveries go; return whether all runs ended as the undisturbed one."""
-        path, wanted, same, memory = self.out / "parts.jsonl", self.undisturbed("small"), True, ""
+        path, wanted, same = self.out / "parts.jsonl", self.undisturbed("small"), True
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        for number, standby in enumerate([False, True] * num_pairs):
-            folder, done, _ = self.run(f"parts-{number}", "small", _recovery_parts.FAULTS, standby=standby)
+        for number in range(num_runs):
+            folder, done, _ = self.run(f"parts-{number}", "small", _recovery_parts.FAULTS)
             if done.returncode or not is_same(folder, wanted):
                 same = False
                 print(f"{folder} differs from the undisturbed run\n{done.stderr}", file=sys.stderr)
-            rows += _recovery_parts.rows_of_run(folder, standby=standby)
+            rows += _recovery_parts.rows_of_run(folder)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            memory = _recovery_parts.memory_of_standbys(folder) or memory
-            print(f"\n{_recovery_parts.split_by_part(rows)}\n{memory}\nload: {os.getloadavg()}", flush=True)
+            print(f"\n{_recovery_parts.split_by_part(rows)}\nload: {os.getloadavg()}", flush=True)
         return same
 
 
@@ -435,7 +432,7 @@ def main() -> None:
         "--only", default="", help="cells that this regular expression finds, for instance 'freeze actor-0'"
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/recovery"))
-    parser.add_argument("--parts", type=int, metavar="N", help="where the seconds go, in N pairs of runs")
+    parser.add_argument("--parts", type=int, metavar="N", help="where the seconds go, in N runs")
     options = parser.parse_args()
     bench = Bench(options.out.resolve())
     if options.parts is not None:

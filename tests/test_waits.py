@@ -77,7 +77,6 @@ EXCEPTIONS = {
         "deadline",
     },
     "single_controller/monitoring/snapshot_store.py": {"answer.result()": DONE, "answer.exception()": DONE},
-    "single_controller/processes/standby/standbys.py": {"self._process.wait()": SERVICE},
     "system/child_guard.py": {"guard.wait()": SERVICE},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},
     "trainer/ppo/policy/groups.py": {"self.push_weights_async(version).wait()": CALL},

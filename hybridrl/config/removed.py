@@ -5,7 +5,10 @@ A command line or a YAML file that still sets one is refused with this text.
 
 from collections.abc import Mapping
 
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "trainer.standby": "was removed: it kept a second copy of all libraries in memory on every node to save seconds of "
+    "a recovery; leave it out, a lost worker is started again without it",
+}
 """Dotted key to "was removed: REASON; WAY OUT". A key stands for those below it, too. Nothing else has the same key."""
 
 

@@ -19,7 +19,6 @@ from .local_worker_group import LocalWorkerGroup as LocalWorkerGroup
 from .placement.node_slots import ResourcePool as ResourcePool
 from .placement.resource_pool import RayResourcePool as RayResourcePool
 from .placement.resource_pool import cluster_has_gpus as cluster_has_gpus
-from .processes.standby.standbys import Standbys as Standbys
 from .ray_worker_group import (
     RayWorkerGroup as RayWorkerGroup,
 )

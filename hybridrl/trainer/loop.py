@@ -115,7 +115,6 @@ class Trainer:
         )
         self.middleware: list[Middleware] = []
         self.groups: dict[str, Any] = {}
-        self.standbys: Any = None
         self.global_steps = 0
         self.utilization = Utilization({}, {})
 
@@ -191,8 +190,6 @@ class Trainer:
             start = functools.partial(launch, plan, classes, manager.resource_pool_dict, reattach=reattach)
         try:
             self.groups = start(group_cls=self.ray_worker_group_cls)
-            if self.snapshot_freq and trainer.standby:
-                self._use_standbys(detached=detached)
             for role, group in self.groups.items():
                 group.set_call_timeout(trainer.call_timeout_s)
                 if group.is_new:
@@ -202,19 +199,12 @@ class Trainer:
             self.shutdown()
             raise
 
-    def _use_standbys(self, *, detached: bool) -> None:
-        self.standbys = single_controller.Standbys(self.job, detached=detached)
-        for group in self.groups.values():
-            group.processes.standbys = self.standbys
-
     def shutdown(self) -> None:
         """Stop the worker processes and release their devices. Safe to call twice."""
         self.ranks.stop()
         for group in self.groups.values():
             group.shutdown()
         self.groups = {}
-        if self.standbys is not None:
-            self.standbys.stop()
         self.resume_state.drop()
         self.resource_pool_manager.release()
         disable_tracing(self.context)

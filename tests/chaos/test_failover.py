@@ -116,20 +116,7 @@ def test_a_killed_process_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undi
     print_seconds(tmp_path, state)
     assert [hit["doing"] for hit in hits(tmp_path)] == [[one["method"]] if one["method"] else [] for one in faults]
     assert [failure["lost"] for failure in losses(tmp_path)] == [[f"{one['role']}-{one['rank']}"] for one in faults]
-    check_ended_the_same(tmp_path, undisturbed, step=STEPS)
-
-
-def test_a_run_with_standby_processes_ends_the_same_and_says_where_the_seconds_went(tmp_path, tiny_qwen2, undisturbed):
-    killed = [(2, "actor", 0), (3, "actor", 1), (4, "actor", 0)]
-    faults = [
-        fault(step, "update_actor", role, rank, method="update_actor", after_s=0.02) for step, role, rank in killed
-    ]
-    done = run_with(tmp_path, tiny_qwen2, *faults, timeout_s=900, **ALL_ROLES, trainer__standby=True)
-    assert done.returncode == 0, done.stderr
-    print_seconds(tmp_path, "standby")
-    for failure in losses(tmp_path):
-        assert list(failure["parts"]) == PARTS
-        print(f"\n{failure['parts']}", end="")
+    assert all(list(failure["parts"]) == PARTS for failure in losses(tmp_path))
     check_ended_the_same(tmp_path, undisturbed, step=STEPS)
 
 

@@ -123,11 +123,6 @@ class TrainerConfig:
         "trainer.lag. 0: none, the run ends.",
         ge=0,
     )
-    standby: bool = setting(
-        False,
-        "With snapshots: on each node keep a process that has imported what the workers import, so that lost workers "
-        "are back sooner; about 0.3 GB of memory per node, more with vLLM.",
-    )
     default_local_dir: str | None = setting(
         None, "Output directory of the run; null means checkpoints/{project}/{experiment}."
     )

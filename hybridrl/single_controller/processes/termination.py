@@ -18,13 +18,7 @@ from hybridrl.single_controller.placement.placement_groups import remove_leftove
 logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 20.0  # for another node to kill its processes
 
-ACTOR_CLASSES = (
-    b"WorkerHost",
-    b"JobSupervisorActor",
-    b"JobMaster",
-    b"SnapshotStore",
-    b"StandbyActor",
-)  # Ray calls a process by its class
+ACTOR_CLASSES = (b"WorkerHost", b"JobSupervisorActor", b"JobMaster", b"SnapshotStore")  # Ray names processes so
 
 
 def kill_processes(processes: Iterable[tuple[str, int]], *, graceful: bool = False) -> None:

@@ -30,7 +30,6 @@ from hybridrl.single_controller.invocation import CONTROL, MAGIC_ATTR, Invocatio
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, HeartbeatClient
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, call_span, start_recording
-from hybridrl.single_controller.processes.standby.loaded_modules import loaded_modules
 from hybridrl.single_controller.references import materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.system.rendezvous import reserve_address
@@ -285,10 +284,6 @@ class WorkerHost:
 
     def ping(self) -> None:
         """Return when all earlier calls are done; a pending ping fails as soon as the process dies."""
-
-    def loaded_modules(self) -> list[str]:
-        """Return the modules that this process has imported and a standby process may import."""
-        return loaded_modules()
 
     def start_times(self) -> dict[str, float]:
         """Return the seconds of the parts of this process's start that it measured itself, and start again at zero."""

@@ -7,7 +7,7 @@ roles; `ray_worker_group.py` calls them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import cloudpickle
 
@@ -28,9 +28,6 @@ from hybridrl.single_controller.processes.process_groups import first_ranks_of, 
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.worker import RankInfo
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
-
-if TYPE_CHECKING:
-    from hybridrl.single_controller.processes.standby.standbys import Standbys
 
 SETUP_HINT = (
     "; a process imports its libraries in this time, so the machine may be overloaded: let it run less beside this "
@@ -57,7 +54,6 @@ class WorkerProcesses:
         ready: roles that were marked ready when this driver attached.
         replaced: rank -> actor id (hex) of its previous process.
         concurrency_groups: names of the concurrency groups that every process has.
-        standbys: start replacements, where they can; None for none.
         times: seconds of the restarts so far, by part.
     """
 
@@ -76,7 +72,6 @@ class WorkerProcesses:
     ready: frozenset[str] = frozenset()
     replaced: dict[int, str] = field(default_factory=dict)
     concurrency_groups: frozenset[str] = frozenset()
-    standbys: "Standbys | None" = None
     times: PartTimes = field(default_factory=PartTimes)
 
     def __post_init__(self) -> None:
@@ -267,19 +262,11 @@ class WorkerProcesses:
             incarnation = recipe.incarnations[rank] = recipe.incarnations.get(rank, 1) + 1
             run = self.names[rank].split(f"/{self.label}-")[0]
             self.names[rank] = f"{run}/{self.label}-{rank}.{incarnation}"
-            options = (
-                recipe.options if self.standbys is None else self.standbys.options(self.nodes[rank], recipe.options)
-            )
-            self.hosts[rank] = start_host(self.names[rank], slots[rank], options)
+            self.hosts[rank] = start_host(self.names[rank], slots[rank], recipe.options)
             if self.fencing_token > 1:
                 self.hosts[rank].accept_driver.remote(self.fencing_token)  # runs before any later call
             self.addresses[self.hosts[rank]._actor_id.hex()] = (self.label, rank)
         self._register()
-
-    @property
-    def actor_options(self) -> Mapping[str, Any] | None:
-        """The options of the Ray actors; None if another driver started them."""
-        return None if self.restart_recipe is None else self.restart_recipe.options
 
     def _forget(self, actor_ids: Sequence[str]) -> None:
         for actor_id in actor_ids:

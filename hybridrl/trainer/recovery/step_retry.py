@@ -44,13 +44,11 @@ class Recoverable(Protocol):
         global_steps: The step in progress, or the last completed one.
         groups: Role -> worker group.
         context: The run's; its supervisor is informed of completed steps.
-        standbys: Standby processes, which start after the first step; None without them.
     """
 
     context: RunContext
     global_steps: int
     groups: dict[str, Any]
-    standbys: Any
 
     @property
     def parts(self) -> Parts:
@@ -87,7 +85,7 @@ class StepRetry:
         self._trainer, self._resume_state = trainer, resume_state
         self._snapshot_freq, self._path = snapshot_freq, os.path.join(directory, FILE)
         self._snapshot: StepSnapshot | None = None
-        self._first_step, self._times = trainer.global_steps, PartTimes()
+        self._times = PartTimes()
         self._budgets = Budgets()  # full again with every snapshot
         self._newest = -1  # completed step
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
@@ -126,14 +124,12 @@ class StepRetry:
         self._resume_state.store(self._snapshot)
         trainer.context.lifecycle.report_step(trainer.global_steps)
         self._budgets.refill(Refill.COMPLETED_STEP)
-        if trainer.standbys is not None and trainer.global_steps > self._first_step:
-            trainer.standbys.start_missing(group.processes for group in trainer.groups.values())
         self._snapshot_s = time.perf_counter() - start
 
     def resume(self, snapshot: StepSnapshot) -> None:
         """Bring all roles to the step of a previous driver's snapshot."""
         detected_at, start = time.time(), time.monotonic()
-        self._newest = self._trainer.global_steps = self._first_step = snapshot.step
+        self._newest = self._trainer.global_steps = snapshot.step
         self._rewind([], snapshot)
         seconds, attempt = time.monotonic() - start, self._trainer.context.lifecycle.attempt
         logger.warning("driver attempt %d resumed at the end of step %d after %.1f s", attempt, snapshot.step, seconds)

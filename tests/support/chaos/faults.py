@@ -10,7 +10,6 @@ while idle, None at once. kind: see `victim.py`, which has to be in `actor_rollo
 FAULTS_LOG: a file that gets one JSON line for everything that happens, with "at" (`time.time`) and "what":
     hit      a fault, as planted, with "pid" and what the process was "doing"
     stage    a stage starts: "step", "name", the "pids" of all workers and the "cpu_s" that each has used
-    standby  a standby process before a fault: "pid", and the "pss" and "private" bytes of its memory
     said     the library logged "text"
     back     Ray has restarted the master: "pid"
 """
@@ -35,7 +34,6 @@ PENDING = json.loads(os.environ.get("FAULTS", "[]"))
 """Faults not planted yet. Outlives the loop (rebuilt after a loss) but not the driver: the next one reads the log."""
 LIBRARY = logging.getLogger("hybridrl")
 START_TIMEOUT_S = 10.0
-STANDBY_TIMEOUT_S = 60.0
 
 
 def plant(task, trainer):
@@ -93,26 +91,8 @@ def plant_fault(fault, trainer):
     if fault["role"] == "trainer":
         threading.Thread(target=victim.apply, args=(message,), daemon=True).start()
         return
-    if trainer.standbys is not None and fault["step"] > 1:  # they start after the first step
-        wait_for_standbys(trainer.standbys, step=fault["step"])
     pid = trainer.groups[fault["role"]].process_ids[fault["rank"]]
     send(pid, json.dumps(message).encode())
-
-
-def wait_for_standbys(standbys, *, step):
-    """Wait for a standby process, so that a recovery does not depend on chance; go on after a while."""
-    until = time.monotonic() + STANDBY_TIMEOUT_S
-    while not (pids := standbys.process_ids()) and time.monotonic() < until:
-        time.sleep(0.05)
-    for pid in pids:
-        log_event("standby", step=step, pid=pid, **memory_of(pid))
-
-
-def memory_of(pid):
-    """Return the bytes that a process shares with nobody, and its PSS: those and its part of the shared ones."""
-    with open(f"/proc/{pid}/smaps_rollup") as file:
-        kib = {name.rstrip(":"): int(size) for name, size, unit in (line.split() for line in file.readlines()[1:])}
-    return {"pss": kib["Pss"] * 1024, "private": (kib["Private_Clean"] + kib["Private_Dirty"]) * 1024}
 
 
 def kill_master(fault, master):

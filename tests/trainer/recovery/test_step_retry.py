@@ -35,16 +35,6 @@ class Processes:
         self.times.split("model", {"group": 0.0})
 
 
-class Started:
-    """Standby processes; the numbers of groups for which they were to start."""
-
-    def __init__(self) -> None:
-        self.calls: list[int] = []
-
-    def start_missing(self, processes) -> None:
-        self.calls.append(len(list(processes)))
-
-
 class Group:
     world_size = 1
 
@@ -68,7 +58,6 @@ class Counter:
         self.groups = {role: Group(processes, self.log) for role in processes.classes}
         self.global_steps, self.drawn = 0, Drawn()
         self.context = RunContext()
-        self.standbys = Started()
 
     @property
     def parts(self) -> dict:
@@ -146,13 +135,6 @@ def test_without_snapshots_a_lost_worker_ends_the_run(tmp_path):
     with pytest.raises(WorkerLost):
         run.train({1: [lost()]})
     assert run.trainer.log == []
-
-
-def test_standby_processes_start_after_the_first_step_and_not_before_workers_have_worked(tmp_path):
-    run = Run(tmp_path)
-    assert run.trainer.standbys.calls == []
-    run.train({}, until=2)
-    assert run.trainer.standbys.calls == [2, 2]  # for both groups, after both steps
 
 
 def test_the_seconds_of_a_recovery_are_recorded_by_part_and_start_again_at_zero(tmp_path):

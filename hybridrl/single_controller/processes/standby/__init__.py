@@ -1,1 +1,0 @@
-"""Standby processes: one per node has imported what workers import; lost workers start as its forks."""
