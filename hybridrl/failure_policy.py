@@ -181,6 +181,7 @@ class Failure:
         target: What the executor restarts, see `Rule.action`.
         origin: The state that it continues from, with its step. "": none, or the target names it.
         source: What kind of state that is. None: the rule's.
+        exception: Type and message, if the program raised one. Twice at one step it is `EXCEPTION_REPEATED`.
     """
 
     kind: FailureKind
@@ -189,6 +190,7 @@ class Failure:
     target: str = ""
     origin: str = ""
     source: Source | None = None
+    exception: str = ""
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,7 @@ class Budgets:
         self._budgets: dict[tuple[FailureKind, str], RestartBudget] = {}
         self._refilled: set[Refill] = set()
         self._healthy_steps = 0
+        self._last_exception = ("", -1)  # type and message, step
 
     def of(self, kind: FailureKind, subject: str = "") -> RestartBudget:
         """Return the budget of a subject. Raises KeyError if the job has to set its limit and did not."""
@@ -297,7 +300,12 @@ class Budgets:
         return self._budgets.get((kind, subject)) or RestartBudget(limit, is_full=is_full)
 
     def spend(self, failure: Failure) -> Decision:
-        """Decide about a failure, and count it."""
+        """Decide about a failure, and count it. The same exception at the same step has a rule of its own."""
+        if failure.exception:
+            before, self._last_exception = self._last_exception, (failure.exception, self.step)
+            if before == self._last_exception:
+                what = f"{failure.what} at step {self.step}, as it did before"
+                failure = Failure(FailureKind.EXCEPTION_REPEATED, what)
         decision = decide(failure, self)
         budget = self._budgets.setdefault((failure.kind, failure.subject), self.of(failure.kind, failure.subject))
         budget.record(f"{failure.what} (step {self.step})")

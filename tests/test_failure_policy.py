@@ -126,6 +126,24 @@ def test_a_new_job_needs_a_completed_step():
     assert not asked.spend(failed(FailureKind.JOB_UNREPAIRABLE)).is_granted
 
 
+def test_the_same_exception_at_the_same_step_is_a_bug_and_any_other_spends_the_budget():
+    asked = Budgets({"trainer": 9}, step=3)
+
+    def raised(exception):
+        what = f"the trainer raised {exception}"
+        return asked.spend(Failure(FailureKind.TRAINER_FAILED, what, subject="trainer", exception=exception))
+
+    assert raised("ValueError: x").is_granted
+    assert raised("ValueError: y").is_granted
+    assert raised("ValueError: x").is_granted  # another one was between them
+    asked.on_step(4)
+    assert raised("ValueError: x").is_granted
+    repeated = raised("ValueError: x")
+    assert (repeated.rule.kind, repeated.is_granted) == (FailureKind.EXCEPTION_REPEATED, False)
+    assert str(repeated).startswith("the trainer raised ValueError: x at step 4, as it did before; ")
+    assert asked.of(FailureKind.TRAINER_FAILED, "trainer").covers_another  # the repetition spent nothing of it
+
+
 def test_any_failure_restarts_the_count_of_healthy_steps():
     asked = Budgets({"a": 0, "b": 1})
     lost = Failure(FailureKind.PROCESS_LOST, "lost", subject="a")

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybridrl.errors import ConfigError, WorkerLost
@@ -83,7 +84,6 @@ class JobSupervisor:
         self._resume_point = resume_point or ResumePoint()
         self._budgets.step = self._resume_point.step
         self._commit, self._commit_step = self._resume_point.commit, self._resume_point.commit_step
-        self._last_exception = ("", -1)
         self._given: dict[str, list[str]] = {}  # role -> names of the processes that a trainer has had
         self._recovering = threading.RLock()
         self._stop_reason = ""
@@ -284,14 +284,16 @@ class JobSupervisor:
 
         Raises it if it repeats at the same step, or exceeds the budget.
         """
-        exception = (f"{type(error).__name__}: {error}", self._budgets.step)
-        if isinstance(error, ConfigError) or exception == self._last_exception:
-            what = f"the trainer raised {exception[0]} at step {exception[1]}"
-            self._decide(Failure(FailureKind.EXCEPTION_REPEATED, what))
-            raise _add_traceback(error)
-        self._last_exception = exception
-        if not self._decide(_role_failure(TRAINER, exception[0], [0])).is_granted:
-            raise _add_traceback(_add_note(error, self._report(TRAINER)))
+        exception = f"{type(error).__name__}: {error}"
+        failure = replace(_role_failure(TRAINER, f"the trainer raised {exception}", [0]), exception=exception)
+        if isinstance(error, ConfigError):  # a restart would read the same settings
+            failure = Failure(FailureKind.EXCEPTION_REPEATED, failure.what)
+        decision = self._decide(failure)
+        if decision.is_granted:
+            return
+        if decision.rule.kind == FailureKind.TRAINER_FAILED:
+            _add_note(error, self._report(TRAINER))
+        raise _add_traceback(error)
 
     def _decide(self, failure: Failure) -> Decision:
         """Return what follows a failure; log it and report it to the master."""

@@ -26,9 +26,7 @@ from hybridrl.master.state.events import (
     Event,
     JobEnded,
     JobStarted,
-    Kind,
     StepCompleted,
-    WorkerFailed,
     encode,
     slot_matches,
 )
@@ -85,7 +83,7 @@ class MasterClient:
         spec: str = "",
         plan: str = "",
     ) -> None:
-        self.run, self.step, self.commit, self._slot = run, 0, "", driver
+        self.run, self.step, self.commit = run, 0, ""
         self._activity: tuple[str | None, float] = (None, time.perf_counter())
         self._calls = 0
         job_started = JobStarted(
@@ -207,15 +205,8 @@ class MasterClient:
         if error is None:
             self.finish_job(succeeded=True, reason="done")
         else:
-            self.fail_job(error)
+            self.finish_job(succeeded=False, reason=f"{type(error).__name__}: {error}")
         self.close()
-
-    def fail_job(self, error: BaseException) -> None:
-        """Report that the job fails with this exception."""
-        text = f"{type(error).__name__}: {error}"
-        if not isinstance(error, (WorkerLost, KeyboardInterrupt, SystemExit)):
-            self.send(WorkerFailed(Kind.EXCEPTION, self._slot, os.getpid(), text, signature=text))
-        self.finish_job(succeeded=False, reason=text)
 
 
 def start_master(job_started: JobStarted, journal: str, settings: MasterSettings) -> Any:

@@ -23,7 +23,7 @@ class Kind(StrEnum):
     DIED = "died"
     FROZEN = "frozen"  # the process exists but is stopped; the master kills it, and then it is lost
     NODE = "node"
-    EXCEPTION = "exception"  # raised by the program, in a worker or in the trainer
+    EXCEPTION = "exception"  # only in journals of older versions; now it is the reason of the job's end
 
 
 # -- events, as the journal stores them
@@ -101,7 +101,7 @@ class WorkerFailed:
     """A failure of a process or of a call.
 
     Attributes:
-        signature: Type and message of an exception. Identifies the same exception at the same step.
+        signature: Only in journals of older versions.
     """
 
     kind: str

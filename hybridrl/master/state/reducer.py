@@ -5,14 +5,12 @@ Detectors (a closed connection, missing heartbeats, a dead node) and reports of 
 restarted master has the state of the previous one. Nothing here waits, sends or kills.
 
 The master does not decide about recovery. The process that restarts something decides by `failure_policy.py`, and
-reports its decision (`RecoveryDecided`). A failure ends the job here in two cases:
-
-  - Nobody restarts what was lost (`JobStarted.restarts_workers`, `JobStarted.restarts_driver`).
-  - The same exception at the same step is a bug of the program.
+reports its decision (`RecoveryDecided`). A failure ends the job here only if nobody restarts what was lost
+(`JobStarted.restarts_workers`, `JobStarted.restarts_driver`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hybridrl.master.state.events import (
@@ -97,7 +95,6 @@ class JobState:
     metrics: Mapping[str, float] = field(default_factory=dict)  # the newest ones that the trainer reported
     commit: str = ""
     commit_step: int = 0
-    last_exception: tuple[str, int] = ("", -1)  # signature, step
     failures: tuple[str, ...] = ()  # the newest ones, as sentences
     decisions: tuple[str, ...] = ()  # the newest ones, as sentences
     warnings: tuple[str, ...] = ()  # the newest ones
@@ -111,9 +108,10 @@ def to_json(state: JobState) -> dict[str, Any]:
 
 def from_json(data: dict[str, Any]) -> JobState:
     """Return the state that `to_json` wrote."""
-    tuples = {name: tuple(data[name]) for name in ("replicas", "failures", "decisions", "warnings", "last_exception")}
+    known = {field.name: data[field.name] for field in fields(JobState)}  # older versions wrote more
+    tuples = {name: tuple(data[name]) for name in ("replicas", "failures", "decisions", "warnings")}
     workers = {slot: WorkerState(**worker) for slot, worker in data["workers"].items()}
-    return JobState(**(data | tuples | {"workers": workers}))
+    return JobState(**(known | tuples | {"workers": workers}))
 
 
 # -- the reducer
@@ -289,14 +287,12 @@ def _fail(state: JobState, event: WorkerFailed) -> tuple[JobState, tuple[Effect,
         return _end_job(lost, "stopped", state.reason) if event.slot == state.driver else (lost, ())
     if event.kind in (Kind.DIED, Kind.NODE) and state.roles.get(role_of_slot(event.slot)) == RolePhase.REBUILDING:
         return _mark_lost(state, event), ()  # a rebuild also kills the healthy processes of the role
-    is_survivable = _is_survivable(state, event)
-    lost = state if event.kind in (Kind.CALL, Kind.EXCEPTION) else _mark_lost(state, event)
-    lost = replace(
-        lost, failures=(*lost.failures, f"{event.slot} at step {state.step}: {event.evidence}")[-MAX_LISTED:]
-    )
+    failures = (*state.failures, f"{event.slot} at step {state.step}: {event.evidence}")[-MAX_LISTED:]
+    state = replace(state, failures=failures)
     if event.kind == Kind.EXCEPTION:
-        lost = replace(lost, last_exception=(event.signature, state.step))
-    if not is_survivable:
+        return state, ()
+    lost = state if event.kind == Kind.CALL else _mark_lost(state, event)
+    if not (state.restarts_driver if event.slot == state.driver else state.restarts_workers):
         return _end_job(lost, "abort", f"{event.slot}: {event.evidence}")
     return _await_recovery(lost, event)
 
@@ -318,15 +314,9 @@ def _await_recovery(state: JobState, event: WorkerFailed) -> tuple[JobState, tup
     """Mark what a failure takes away until somebody has restarted it."""
     label = role_of_slot(event.slot)
     if event.kind != Kind.CALL:
-        is_replica = label in state.replicas and event.slot != state.driver and event.kind != Kind.EXCEPTION
+        is_replica = label in state.replicas and event.slot != state.driver
         state = _move_job(_move_role(state, label, "replica_lost" if is_replica else "rebuild"), "failure")
     return state, (RecoveryNeeded(event.slot, f"{event.slot}: {event.evidence}"),)
-
-
-def _is_survivable(state: JobState, event: WorkerFailed) -> bool:
-    if event.kind == Kind.EXCEPTION and (event.signature, state.step) == state.last_exception:
-        return False
-    return state.restarts_driver if event.slot == state.driver else state.restarts_workers
 
 
 def _mark_lost(state: JobState, event: WorkerFailed) -> JobState:

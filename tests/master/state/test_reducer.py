@@ -175,16 +175,14 @@ def test_a_reported_decision_is_kept_and_changes_nothing_else():
     assert decode(encode(decided)) == decided
 
 
-def test_the_same_exception_at_the_same_step_ends_the_job_and_another_does_not():
-    def raised(message):
-        return WorkerFailed(Kind.EXCEPTION, "actor-0", PIDS["actor-0"], message, signature=message)
-
-    state, (effect,) = reduce(running(), raised("ValueError: x"))
-    assert isinstance(effect, RecoveryNeeded)
-    assert reduce(state, raised("ValueError: y"))[0].state == JobPhase.RECOVERING
-    assert fold([StepCompleted(1), raised("ValueError: x")], state)[0].state == JobPhase.RECOVERING
-    ended, effects = reduce(state, raised("ValueError: x"))
-    assert (ended.state, effects) == (JobPhase.FAILED, (ReleaseJob("actor-0: ValueError: x"),))
+def test_an_exception_in_the_journal_of_an_older_version_is_kept_and_decides_nothing():
+    old = {"event": "WorkerFailed", "kind": "exception", "slot": "actor-0", "pid": PIDS["actor-0"]}
+    raised = decode(old | {"evidence": "ValueError: x", "signature": "ValueError: x"})
+    state, effects = fold([raised, raised], running())
+    assert (state.state, effects) == (JobPhase.RUNNING, ())
+    assert state.failures == ("actor-0 at step 0: ValueError: x",) * 2
+    snapshot = to_json(state) | {"last_exception": ["ValueError: x", 0]}  # such a version wrote it
+    assert from_json(snapshot) == state
 
 
 def test_a_frozen_process_is_killed_and_its_death_keeps_the_reason():
