@@ -20,11 +20,12 @@ test: .venv/test.stamp lint ## set up (vLLM, too), lint, and run the tests
 quick: .venv/lint.stamp ## the pure tests: no Ray, no vLLM, under a minute
 	$(PYTHON) -m pytest -q $(QUICK)
 
-lint: .venv/lint.stamp ## ruff, types, the import arrows, and the size of the core
+lint: .venv/lint.stamp ## ruff, types, the import arrows, and the sizes of .ci/limits.toml
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
+	$(PYTHON) .ci/limits.py
 	$(PYTHON) .ci/core_size.py
 
 format: .venv/lint.stamp ## lay the code out as `make lint` wants it

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
+from hybridrl import main_ppo, trainer
 from hybridrl.cli.arguments import PICTURES
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
@@ -16,6 +17,7 @@ from hybridrl.master.job_files.job_file import JobFile, load_job_file, names_job
 from hybridrl.master.plan.plan_table import plan_table
 from hybridrl.master.plan.spec import TRAINER, JobSpec
 from hybridrl.single_controller.placement.plan import Plan
+from hybridrl.trainer import run
 
 TEXTS = {"text": to_text, "dot": to_dot}  # by the names of `arguments.TEXTS`
 AUTO_DEVICE = "\ntrainer.device=auto: a GPU each where the cluster has any, else a CPU alone\n"
@@ -114,29 +116,21 @@ def _kind_of(output: Path | None) -> str:
 
 def job_graph(config: PPOConfig) -> StageGraph:
     """Return the stage graph that `main_ppo` would run, with its workers and pools."""
-    from hybridrl.main_ppo import validate_config, worker_classes
-    from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-    from hybridrl.trainer.run.middleware import preview_stages
-
-    validate_config(config, with_inputs=False)
+    main_ppo.validate_config(config, with_inputs=False)
     plan = job_plan(config)
     placements = {
         role: RolePlacement(process.pool, len(plan.pool(process.pool).slots), process.label)
         for process in plan.processes
         for role in process.roles
     }
-    step = RayPPOTrainer.step(config, worker_classes(config))
-    return stage_graph(preview_stages([stage.spec for stage in step if stage.enabled], config), placements)
+    step = trainer.RayPPOTrainer.step(config, main_ppo.worker_classes(config))
+    return stage_graph(run.preview_stages([stage.spec for stage in step if stage.enabled], config), placements)
 
 
 def job_plan(config: PPOConfig) -> Plan:
     """Return the placement plan that `main_ppo` would start; trainer.device=auto counts as a cluster with GPUs."""
-    from hybridrl.main_ppo import resource_pools, worker_classes
-
-    workers = worker_classes(config)
-    manager = resource_pools(config, workers)
+    workers = main_ppo.worker_classes(config)
+    manager = main_ppo.resource_pools(config, workers)
     pool_of_role = {str(role): manager.mapping[role] for role in workers}
-    trainer = config.trainer
-    return manager.plan(
-        trainer.experiment_name, pool_of_role, colocate=trainer.colocate, use_gpu=trainer.device != "cpu"
-    )
+    chosen = config.trainer
+    return manager.plan(chosen.experiment_name, pool_of_role, colocate=chosen.colocate, use_gpu=chosen.device != "cpu")

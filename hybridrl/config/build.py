@@ -1,7 +1,7 @@
 """Fill a schema from nested dictionaries, and report all errors at once.
 
 Each setting is checked by itself: does the key exist, has its value the right type, is it in range. Rules over several
-settings are in `checks/rules.py`.
+settings are in `checks/rules.py`. Hydra, which reads a word of a command line, is imported only where one is read.
 """
 
 import contextlib
@@ -75,6 +75,19 @@ def raise_problems(problems: list[str]) -> None:
         raise ConfigError(problems[0])
     if problems:
         raise ConfigError("\n  ".join([f"{len(problems)} problems in the configuration:", *problems]))
+
+
+@functools.lru_cache(4096)
+def parse_override(word: str) -> Any:
+    """Return a word of a command line as Hydra's `Override`; None if it is none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    try:
+        (override,) = OverridesParser.create().parse_overrides([word])
+    except OverrideParseException:
+        return None
+    return override
 
 
 def override_problem(schema: type, name: str) -> str | None:

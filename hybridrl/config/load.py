@@ -18,7 +18,7 @@ import yaml
 
 from hybridrl import __version__
 from hybridrl import config as settings
-from hybridrl.config.build import InvalidValue, build, override_problem, raise_problems
+from hybridrl.config.build import InvalidValue, build, override_problem, parse_override, raise_problems
 from hybridrl.config.introspection import to_dict, to_yaml
 from hybridrl.errors import ConfigError
 
@@ -178,19 +178,6 @@ def _read_overrides(schema: type, words: Sequence[str], *, folder: Path) -> tupl
         except InvalidValue as refused:
             problems.append(str(refused))
     return overrides, problems
-
-
-@functools.lru_cache(4096)
-def parse_override(word: str) -> Any:
-    """Return a word of a command line as Hydra's `Override`; None if it is none."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
-    try:
-        (override,) = OverridesParser.create().parse_overrides([word])
-    except OverrideParseException:
-        return None
-    return override
 
 
 def _read_override(schema: type, word: str, *, folder: Path) -> str:

@@ -12,7 +12,7 @@ from hybridrl.config.checks import rules
 from hybridrl.config.introspection import keys
 from hybridrl.config.unknown_keys import suggest_key
 from hybridrl.config.verl.defaults import DEFAULTS, differing_defaults
-from hybridrl.config.verl.row import Kind, expanded, text_of
+from hybridrl.config.verl.row import RowKind, expanded, text_of
 from hybridrl.config.verl.table import TABLE, rows_of
 from hybridrl.errors import ConfigError
 from tests.support.verl_commands import COMMANDS, command_words
@@ -71,8 +71,8 @@ def test_a_command_is_refused_for_what_is_not_here_only(command, outcomes):
 
 def test_a_row_stands_for_keys_that_do_not_exist_here_and_leads_to_keys_that_do():
     for row in TABLE:
-        assert (row.kind is Kind.RENAMED) == bool(row.to), row
-        assert row.kind is Kind.RENAMED or row.text, row
+        assert (row.kind is RowKind.RENAMED) == bool(row.to), row
+        assert row.kind is RowKind.RENAMED or row.text, row
         assert all(target in KNOWN or "engine_kwargs" in target for target in row.to), row
         for key in expanded(row.keys):
             takes_value = row.when or row.convert or row.values
@@ -123,25 +123,25 @@ def test_a_key_with_another_name_is_taken_over(words, ours):
 @pytest.mark.parametrize(
     "words, kind",
     [
-        ("data.return_raw_chat=True", Kind.DONE),
-        ("actor_rollout_ref.hybrid_engine=True", Kind.DONE),
-        ("actor_rollout_ref.hybrid_engine=False", Kind.REFUSED),
-        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1", Kind.DONE),
-        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", Kind.NO_EFFECT),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", Kind.DONE),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", Kind.NO_EFFECT),
-        ("+ray_kwargs.ray_init.num_gpus=4", Kind.ELSEWHERE),
-        ("global_profiler.steps=[1,2]", Kind.ELSEWHERE),
-        ("actor_rollout_ref.rollout.max_model_len=2048", Kind.DONE),
-        ("actor_rollout_ref.rollout.max_model_len=100", Kind.REFUSED),
-        ("actor_rollout_ref.rollout.quantization=fp8", Kind.REFUSED),
-        ("actor_rollout_ref.rollout.calculate_log_probs=True trainer.use_v1=True", Kind.DONE),
-        ("actor_rollout_ref.actor.optim.optimizer=SGD", Kind.REFUSED),
-        ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.0", Kind.DONE),
-        ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01", Kind.REFUSED),
-        ("+actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=3", Kind.REFUSED),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size=3 trainer.n_gpus_per_node=2", Kind.REFUSED),
-        ("actor_rollout_ref.rollout.prompt_length=512 data.max_prompt_length=600", Kind.REFUSED),
+        ("data.return_raw_chat=True", RowKind.DONE),
+        ("actor_rollout_ref.hybrid_engine=True", RowKind.DONE),
+        ("actor_rollout_ref.hybrid_engine=False", RowKind.REFUSED),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1", RowKind.DONE),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", RowKind.NO_EFFECT),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", RowKind.DONE),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", RowKind.NO_EFFECT),
+        ("+ray_kwargs.ray_init.num_gpus=4", RowKind.ELSEWHERE),
+        ("global_profiler.steps=[1,2]", RowKind.ELSEWHERE),
+        ("actor_rollout_ref.rollout.max_model_len=2048", RowKind.DONE),
+        ("actor_rollout_ref.rollout.max_model_len=100", RowKind.REFUSED),
+        ("actor_rollout_ref.rollout.quantization=fp8", RowKind.REFUSED),
+        ("actor_rollout_ref.rollout.calculate_log_probs=True trainer.use_v1=True", RowKind.DONE),
+        ("actor_rollout_ref.actor.optim.optimizer=SGD", RowKind.REFUSED),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.0", RowKind.DONE),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01", RowKind.REFUSED),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=3", RowKind.REFUSED),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=3 trainer.n_gpus_per_node=2", RowKind.REFUSED),
+        ("actor_rollout_ref.rollout.prompt_length=512 data.max_prompt_length=600", RowKind.REFUSED),
     ],
 )
 def test_the_value_decides_what_becomes_of_a_key(words, kind):

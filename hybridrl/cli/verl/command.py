@@ -17,7 +17,7 @@ from hybridrl import config as settings
 from hybridrl import main_ppo
 from hybridrl.cli.verl.shell_script import script_commands, unresolved
 from hybridrl.config.verl.defaults import differing_defaults
-from hybridrl.config.verl.row import Kind
+from hybridrl.config.verl.row import RowKind
 from hybridrl.config.verl.take_over import Change
 from hybridrl.errors import ConfigError
 
@@ -142,9 +142,9 @@ def _problems(words: Sequence[str]) -> list[str]:
 def _report(imported: ImportedCommand) -> Iterator[str]:
     unchanged = imported.num_given - len(imported.changes)
     yield f"# {imported.num_given} settings of verl; {unchanged} are the same here."
-    changes = sorted(imported.changes, key=lambda change: list(Kind).index(change.kind))
+    changes = sorted(imported.changes, key=lambda change: list(RowKind).index(change.kind))
     for kind, group in groupby(changes, key=lambda change: change.kind):
-        if kind is not Kind.REFUSED:
+        if kind is not RowKind.REFUSED:
             found = list(group)
             yield f"# Those that {kind} ({len(found)}):"
             yield from (f"#   {change}" for change in found)

@@ -14,7 +14,7 @@ from typing import Any
 from hybridrl.config.introspection import value_text
 
 
-class Kind(StrEnum):
+class RowKind(StrEnum):
     """What becomes of a key of verl; the value is the phrase in reports."""
 
     RENAMED = "have another name or value here"
@@ -40,7 +40,7 @@ class Row:
     """
 
     keys: str
-    kind: Kind
+    kind: RowKind
     text: str = ""
     to: tuple[str, ...] = ()
     when: tuple[str, ...] | None = None
@@ -51,27 +51,27 @@ class Row:
 
 def renamed(keys: str, *to: str, **options: Any) -> Row:
     """Return a row for keys that have another name here."""
-    return Row(keys, Kind.RENAMED, to=to, **options)
+    return Row(keys, RowKind.RENAMED, to=to, **options)
 
 
 def done(keys: str, text: str, *when: str, same_as: str | None = None) -> Row:
     """Return a row for keys whose value says what is done anyway; without `when`, any value does."""
-    return Row(keys, Kind.DONE, text, when=when or None, same_as=same_as)
+    return Row(keys, RowKind.DONE, text, when=when or None, same_as=same_as)
 
 
 def elsewhere(keys: str, text: str, *when: str) -> Row:
     """Return a row for keys of launchers, loggers and storage."""
-    return Row(keys, Kind.ELSEWHERE, text, when=when or None)
+    return Row(keys, RowKind.ELSEWHERE, text, when=when or None)
 
 
 def no_effect(keys: str, text: str, *when: str) -> Row:
     """Return a row for performance settings that this release does not have."""
-    return Row(keys, Kind.NO_EFFECT, text, when=when or None)
+    return Row(keys, RowKind.NO_EFFECT, text, when=when or None)
 
 
 def refused(keys: str, text: str, *when: str) -> Row:
     """Return a row for keys that would change the result; the text has reason and way out."""
-    return Row(keys, Kind.REFUSED, text, when=when or None)
+    return Row(keys, RowKind.REFUSED, text, when=when or None)
 
 
 def expanded(keys: str) -> Iterator[str]:

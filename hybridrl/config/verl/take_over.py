@@ -11,12 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.build import InvalidValue, convert
+from hybridrl.config.build import InvalidValue, convert, parse_override
 from hybridrl.config.introspection import keys, value_text
-from hybridrl.config.load import parse_override
 from hybridrl.config.plugs import TRACKERS
 from hybridrl.config.verl.defaults import differing_defaults
-from hybridrl.config.verl.row import Kind, Row, text_of
+from hybridrl.config.verl.row import Row, RowKind, text_of
 from hybridrl.config.verl.table import rows_of
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class Change:
     """
 
     word: str
-    kind: Kind
+    kind: RowKind
     ours: tuple[str, ...] = ()
     reason: str = ""
 
@@ -105,7 +104,7 @@ class Takeover:
     @property
     def refusals(self) -> list[str]:
         """The lines of words that cannot be taken over, as error messages."""
-        return [f"{change.word}: {change.reason}" for change in self.changes if change.kind is Kind.REFUSED]
+        return [f"{change.word}: {change.reason}" for change in self.changes if change.kind is RowKind.REFUSED]
 
     def log(self) -> None:
         """Log one line for each kind of change."""
@@ -114,8 +113,8 @@ class Takeover:
             found = list(group)
             shown = [str(change) if change.ours else change.word for change in found[:LINE_KEYS]]
             more = f" and {len(found) - LINE_KEYS} more" if len(found) > LINE_KEYS else ""
-            level = logging.WARNING if kind is Kind.NO_EFFECT else logging.INFO
-            if kind is not Kind.REFUSED:
+            level = logging.WARNING if kind is RowKind.NO_EFFECT else logging.INFO
+            if kind is not RowKind.REFUSED:
                 logger.log(level, "settings of verl that %s (%d): %s%s", kind, len(found), "; ".join(shown), more)
         if self.defaults:
             missing = ", ".join(f"{key}={value}" for key, value in self.defaults.items())
@@ -161,7 +160,7 @@ def _with_companions(taken: Takeover, given: Mapping[str, Any]) -> Takeover:
             theirs = words.get(companion.key, companion.cause)
             ours = f"{companion.key}={companion.value}"
             words[companion.key] = ours
-            changes.append(Change(theirs, Kind.RENAMED, (ours,), companion.reason))
+            changes.append(Change(theirs, RowKind.RENAMED, (ours,), companion.reason))
     return Takeover(list(words.values()), changes)
 
 
@@ -210,7 +209,7 @@ class _Pass:
         return valid or not word.key
 
     def _covers(self, row: Row, word: _Word, *, key: str) -> bool:
-        if row.kind is Kind.RENAMED and not all(self._exists(name) for name in row.to):
+        if row.kind is RowKind.RENAMED and not all(self._exists(name) for name in row.to):
             return False
         if row.when is not None and text_of(word.value) not in row.when:
             return False
@@ -223,7 +222,7 @@ class _Pass:
             return all(name in {*LOGGERS, *TRACKERS.names()} or ":" in name for name in _texts(word.value))
         if row.convert == "at_most_one":
             return isinstance(word.value, int | float) and word.value > 1
-        return bool(row.kind is not Kind.RENAMED or row.to != (word.key,) or row.values or row.convert)
+        return bool(row.kind is not RowKind.RENAMED or row.to != (word.key,) or row.values or row.convert)
 
     def _exists(self, name: str) -> bool:
         return name in self._known or any(spec.free and name.startswith(f"{key}.") for key, spec in self._known.items())
@@ -234,13 +233,13 @@ class _Pass:
         return self._known[key].default if key in self._known else None
 
     def _apply(self, row: Row, word: _Word) -> None:
-        if row.kind is not Kind.RENAMED:
+        if row.kind is not RowKind.RENAMED:
             self._changes.append(Change(word.shown, row.kind, reason=row.text))
             return
         try:
             value, reason = self._converted(row, word)
         except InvalidValue as refused:
-            self._changes.append(Change(word.shown, Kind.REFUSED, reason=str(refused)))
+            self._changes.append(Change(word.shown, RowKind.REFUSED, reason=str(refused)))
             return
         ours = tuple(f"{name}{self._below(row, word)}={value}" for name in row.to)
         for theirs in ours:
@@ -248,10 +247,10 @@ class _Pass:
             present = self._words.get(name)
             if present is not None and text_of(_parse(present).value) != text_of(_parse(theirs).value):
                 reason = f"contradicts {present}; leave out one of them"
-                self._changes.append(Change(word.shown, Kind.REFUSED, reason=reason))
+                self._changes.append(Change(word.shown, RowKind.REFUSED, reason=reason))
                 return
             self._words[name] = present or theirs
-        self._changes.append(Change(word.shown, Kind.RENAMED, ours, reason))
+        self._changes.append(Change(word.shown, RowKind.RENAMED, ours, reason))
 
     def _below(self, row: Row, word: _Word) -> str:
         """Return the part of the word's key that is below the row's, with its dot."""

@@ -3,7 +3,7 @@
 Read with the names of verl 0.4 to 0.9. Values are those of verl's own defaults and published commands.
 """
 
-from hybridrl.config.verl.row import Kind, Row, done, elsewhere, no_effect, refused, renamed
+from hybridrl.config.verl.row import Row, RowKind, done, elsewhere, no_effect, refused, renamed
 
 POLICY, CRITIC = "actor_rollout_ref", "critic"
 ACTOR, REF, ROLLOUT, MODEL = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.rollout", f"{POLICY}.model"
@@ -310,7 +310,7 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     ),
     no_effect(f"{ROLLOUT}.checkpoint_engine", "weight_sync.transport=auto chooses how weights are sent"),
     done(f"{ROLLOUT}.max_model_len", "the engine takes prompt and response", "null"),
-    Row(f"{ROLLOUT}.max_model_len", Kind.DONE, "the engine takes prompt and response", convert="covers_lengths"),
+    Row(f"{ROLLOUT}.max_model_len", RowKind.DONE, "the engine takes prompt and response", convert="covers_lengths"),
     refused(f"{ROLLOUT}.max_model_len", "it is data.max_prompt_length + data.max_response_length; lower these"),
     done(f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}", "it is 1", "1"),
     no_effect(

@@ -11,11 +11,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl import single_controller
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai.server import Endpoint, ServedModel
 from hybridrl.serving.replicas import GroupReplicas, Replicas
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.single_controller.worker_group import ClassWithInitArgs, RayClassWithInitArgs
 from hybridrl.workers.replica import LocalReplica, ReplicaWorker
 from hybridrl.workers.rollout.base import VERSION_ON_DISK, RolloutSetup, load_special_tokens
 
@@ -80,10 +82,8 @@ class StandaloneModel:
 @contextmanager
 def one_replica(setup: RolloutSetup, *, num_threads: int | None = None) -> Iterator[Replicas]:
     """Run the model in this process, without Ray."""
-    from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
-    from hybridrl.single_controller.worker_group import ClassWithInitArgs
-
-    group = LocalWorkerGroup(None, ClassWithInitArgs(ReplicaWorker, setup, num_threads=num_threads), role="replica")
+    worker = ClassWithInitArgs(ReplicaWorker, setup, num_threads=num_threads)
+    group = single_controller.LocalWorkerGroup(None, worker, role="replica")
     group.calls.init_model()
     yield LocalReplica(group.worker.rollout)
 
@@ -96,14 +96,10 @@ def replicas_on_ray(setup: RolloutSetup, process_on_nodes: Sequence[int]) -> Ite
         setup: Settings of each process.
         process_on_nodes: How many processes each machine has.
     """
-    from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-    from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
-    from hybridrl.single_controller.worker_group import RayClassWithInitArgs
-
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[setup.device]
     with (
-        RayResourcePool([*process_on_nodes], use_gpu=use_gpu) as pool,
-        RayWorkerGroup(pool, RayClassWithInitArgs(ReplicaWorker, setup), role="replica") as group,
+        single_controller.RayResourcePool([*process_on_nodes], use_gpu=use_gpu) as pool,
+        single_controller.RayWorkerGroup(pool, RayClassWithInitArgs(ReplicaWorker, setup), role="replica") as group,
     ):
         group.calls.init_model()
         yield GroupReplicas(

@@ -1,3 +1,4 @@
+from .middleware import preview_stages as preview_stages
 from .page import served_page as served_page
 from .report import report_run as report_run
 from .setup import newest_checkpoint_of_run as newest_checkpoint_of_run

@@ -40,6 +40,7 @@ SUPPORTED_VERSIONS = ("0.32",)
 # iterator of weights cannot be passed to it. Runner V1: V2 (the default where Triton is installed) has another
 # interface for logits processors.
 REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+EXECUTOR = "hybridrl.workers.rollout.vllm.executor.InWorkerExecutor"  # vLLM imports it; None is its own default
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -239,7 +240,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
         disable_log_stats=True,
         use_tqdm_on_load=False,
         tensor_parallel_size=config.tensor_model_parallel_size,
-        distributed_executor_backend=_executor(config.tensor_model_parallel_size),
+        distributed_executor_backend=EXECUTOR if config.tensor_model_parallel_size > 1 else None,
         worker_extension_cls="hybridrl.workers.rollout.vllm.worker_extension.RolloutExtension",
         logits_processors=["hybridrl.workers.rollout.vllm.worker_extension:RowSampler"],
         **_memory_options(setup, device),
@@ -256,15 +257,6 @@ def _start_engine(setup: RolloutSetup) -> Any:
             f"data.max_prompt_length={setup.max_prompt_length} + data.max_response_length={setup.max_response_length} "
             "tokens; raise it, or lower one of the lengths"
         ) from error
-
-
-def _executor(tensor_parallel_size: int) -> Any:
-    """Return vLLM's executor class; None is vLLM's default, a worker in this process."""
-    if tensor_parallel_size == 1:
-        return None
-    from hybridrl.workers.rollout.vllm.executor import InWorkerExecutor
-
-    return InWorkerExecutor
 
 
 def _memory_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
