@@ -25,7 +25,8 @@ from hybridrl.config import PPOConfig, load_config
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
+from hybridrl.trainer.ppo.policy.rollout_pipeline import RolloutPipeline
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 PROMPT = 24
@@ -103,10 +104,11 @@ def generated(config: PPOConfig, prompts: DataProto, *, roles: tuple[str, ...], 
             pool = pools[0 if one_pool else index]
             groups[role] = RayWorkerGroup(pool, RayClassWithInitArgs(ActorRolloutRefWorker, config, role), role=role)
             groups[role].init_model(1)
-        policy = PolicyGroups(groups, sleep=one_pool)
-        policy.push_weights(1)
+        policy = PolicyWorkers(groups, sleep=one_pool)
+        pipeline = RolloutPipeline(policy, config)
+        pipeline.push_weights(1)
         policy.sleep_rollout()
-        batch = policy.generate(prompts)
+        batch = pipeline.generate(prompts)
         return batch.union(policy.actor.compute_log_prob(batch))
     finally:
         for group in groups.values():

@@ -31,7 +31,8 @@ from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
+from hybridrl.trainer.ppo.policy.rollout_pipeline import RolloutPipeline
 from hybridrl.trainer.run.report import merge_steps
 from hybridrl.trainer.run.tracking import read_metrics
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -101,22 +102,26 @@ def pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, tuple
     """Return per transport the bytes of a push (0 inside one process) and the seconds of one push per round."""
     took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
     num_bytes = dict.fromkeys(TRANSPORTS, 0)
-    settings = config.actor_rollout_ref.rollout.weight_sync
     with worker_groups(config, receivers=receivers) as groups:
         for number in range(rounds):
             for transport in TRANSPORTS:
                 roles = ["actor_rollout"] if transport == "in_process" else ["actor", "rollout"]
-                policy = PolicyGroups(
-                    {role: groups[role] for role in roles}, weight_sync=replace(settings, transport=transport)
-                )
-                policy.push_weights(2 * number)
+                policy = PolicyWorkers({role: groups[role] for role in roles})
+                pipeline = RolloutPipeline(policy, with_transport(config, transport))
+                pipeline.push_weights(2 * number)
                 start = time.perf_counter()
-                push = policy.push_weights_async(2 * number + 1)
+                push = pipeline.start_push(2 * number + 1)
                 push.wait()
                 took[transport].append(time.perf_counter() - start)
                 if push.sent is not None:
                     num_bytes[transport] = policy.actor.fetch(push.sent)[0].num_bytes
     return {transport: (num_bytes[transport], took[transport]) for transport in TRANSPORTS}
+
+
+def with_transport(config: PPOConfig, transport: str) -> PPOConfig:
+    policy = config.actor_rollout_ref
+    weight_sync = replace(policy.rollout.weight_sync, transport=transport)
+    return replace(config, actor_rollout_ref=replace(policy, rollout=replace(policy.rollout, weight_sync=weight_sync)))
 
 
 def step_without_push(model: Path, folder: Path, *, steps: int) -> float:

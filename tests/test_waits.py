@@ -60,7 +60,6 @@ EXCEPTIONS = {
     "serving/agent_loop/manager.py": {
         "self.work.wait()": CALL,
         "receive().wait()": CALL,
-        "self.submit(prompts, version=version).get()": CALL,
         "partial.get()": CALL,
     },
     "serving/agent_loop/work_queue.py": {"self._done.result()": CALL},
@@ -79,11 +78,12 @@ EXCEPTIONS = {
     "single_controller/monitoring/snapshot_store.py": {"answer.result()": DONE, "answer.exception()": DONE},
     "system/child_guard.py": {"guard.wait()": SERVICE},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},
-    "trainer/ppo/policy/groups.py": {"self.push_weights_async(version).wait()": CALL},
+    "trainer/ppo/loop.py": {"self.pipeline.start_push(self.global_steps).wait()": CALL},
     "trainer/ppo/policy/rollout_pipeline.py": {
         "self.greedy.get()": CALL,
         "self.responses.get()": CALL,
         "push.wait()": CALL,
+        "self._submit(prompts).get()": CALL,
     },
     "trainer/ppo/policy/short_round.py": {"self._chunk.get()": CALL},
     "trainer/ppo/validation.py": {"self._requests.get()": IDLE},

@@ -8,7 +8,7 @@ The name of its role lists the parts:
 * ref: computes log-probs of the frozen reference policy (an engine without an optimizer).
 * teacher: computes log-probs of the teachers of a distillation (an engine without an optimizer for each).
 
-It runs in a worker process. The trainer calls it through `PolicyGroups`, the request router through `serve`. Pushes of
+It runs in a worker process. The trainer calls it through `PolicyWorkers`, the request router through `serve`. Pushes of
 weights are in `weight_push.py`.
 """
 

@@ -6,7 +6,7 @@ from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.errors import ConfigError, PlacementError, StaleWeightsError
 from hybridrl.single_controller.placement.feasibility import NodeCapacity, check_feasible
-from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
 from hybridrl.trainer.ppo.policy.weight_sync import verify_push
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -62,7 +62,7 @@ def test_a_rollout_that_cannot_read_its_weights_is_verified_by_version_and_by_wh
 
 def test_a_policy_without_a_rollout_is_refused():
     with pytest.raises(ConfigError, match="needs Role.ActorRollout, or both"):
-        PolicyGroups({"actor": object()})
+        PolicyWorkers({"actor": object()})
 
 
 def test_a_mapping_to_an_unknown_pool_is_refused():

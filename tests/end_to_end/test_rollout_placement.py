@@ -15,7 +15,8 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.local_worker_group import launch_locally
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
-from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
+from hybridrl.trainer.ppo.policy.rollout_pipeline import RolloutPipeline
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.support.end_to_end.runs import metrics, settings
@@ -92,10 +93,10 @@ def generated(folder, model_path, *, pools, mapping, colocate="process", top_k=1
             groups = launch(manager.plan(folder.name, pool_of_role, colocate=colocate), classes, started)
         for group in groups.values():
             group.init_model()
-        policy = PolicyGroups(groups)
-        policy.push_weights(1)
-        batch = policy.generate(prompts_of())
-        return batch.union(policy.actor.compute_log_prob(batch))
+        pipeline = RolloutPipeline(PolicyWorkers(groups), config)
+        pipeline.push_weights(1)
+        batch = pipeline.generate(prompts_of())
+        return batch.union(pipeline.workers.actor.compute_log_prob(batch))
     finally:
         for group in groups.values():
             group.shutdown()

@@ -26,8 +26,8 @@ from hybridrl.serving.router import ReplicaRouter
 from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.local_worker_group import launch_locally
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
-from hybridrl.trainer.ppo.policy.generation import BatchedGenerator
-from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
+from hybridrl.trainer.ppo.policy.rollout_pipeline import BatchedGenerator, RolloutPipeline
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.requests import Request, TokenOutput
@@ -127,14 +127,14 @@ def test_two_steps_of_actor_and_rollout_in_the_same_two_processes_are_those_of_o
 class Started:
     """A policy with a rollout of one replica, and the port of its endpoint."""
 
-    policy: PolicyGroups
+    pipeline: RolloutPipeline
     manager: AgentLoopManager
     config: PPOConfig
     port: int
 
     @property
     def rollout(self) -> Any:
-        return self.policy.rollout
+        return self.pipeline.workers.rollout
 
     @property
     def router(self) -> ReplicaRouter:
@@ -147,7 +147,7 @@ class Started:
         try:
             yield
         finally:
-            self.manager._service.resume(self.policy._version)
+            self.manager._service.resume(self.pipeline.version)
 
     def request(self, number: int) -> Request:
         sampling = replace(sampling_params(self.config, validate=False, seed=0), n=1)
@@ -170,9 +170,9 @@ def started(model, tmp_path_factory, tiny_tokenizer, ray_cluster) -> Iterator[St
         groups = launch(plan, classes, manager.resource_pool_dict)
         for group in groups.values():
             group.init_model()
-        policy = PolicyGroups(groups, overlaps_training=True, generator=loops)
-        policy.push_weights(1)
-        yield Started(policy, loops, config, port)
+        pipeline = RolloutPipeline(PolicyWorkers(groups), config, loops)
+        pipeline.push_weights(1)
+        yield Started(pipeline, loops, config, port)
     finally:
         loops.close()
         for group in groups.values():
@@ -189,9 +189,9 @@ def of_one_process(model, tmp_path_factory) -> dict[bool, DataProto]:
         {"actor_rollout": RayClassWithInitArgs(ActorRolloutRefWorker, config, "actor_rollout")}, {"actor_rollout": None}
     )
     groups["actor_rollout"].init_model()
-    policy = PolicyGroups(groups)
-    policy.push_weights(1)
-    return {greedy: policy.generate(prompts_of(greedy=greedy)) for greedy in (True, False)}
+    pipeline = RolloutPipeline(PolicyWorkers(groups), config)
+    pipeline.push_weights(1)
+    return {greedy: pipeline.generate(prompts_of(greedy=greedy)) for greedy in (True, False)}
 
 
 def assert_same(found: DataProto, expected: DataProto, *, log_probs_within: float) -> None:
@@ -204,12 +204,12 @@ def assert_same(found: DataProto, expected: DataProto, *, log_probs_within: floa
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_requests_get_the_tokens_of_a_batched_call_and_of_an_engine_in_one_process(started, of_one_process, greedy):
     prompts = prompts_of(greedy=greedy)
-    served = started.policy.generate(prompts)
+    served = started.pipeline.generate(prompts)
     assert started.router.table.load(0) == 0 and started.router.replicas.num_replicas == 1
     batched = BatchedGenerator()
     batched.open(started.rollout, resync=None, concurrent=False)
     with started.paused():
-        assert_same(served, batched.generate(prompts, version=1), log_probs_within=1e-5)
+        assert_same(served, batched.submit(prompts, version=1).get(), log_probs_within=1e-5)
     assert_same(served, of_one_process[greedy], log_probs_within=1e-4)
     assert len(set(served.batch["responses"].flatten().tolist())) > 20
 
@@ -222,7 +222,7 @@ def test_a_response_goes_on_with_the_weights_of_a_push_in_its_middle(started):
 
     response = started.manager._service.submit(respond())
     until_some_are_open(router)
-    started.policy.push_weights(2)  # pauses the router, and compares the fingerprints of both ranks
+    started.pipeline.push_weights(2)  # pauses the router, and compares the fingerprints of both ranks
     whole = join_chunks(request.request_id, response.result(120))
     before = whole.token_versions.count(1)
     assert whole.token_versions == [1] * before + [2] * (RESPONSE - before) and 0 < before < RESPONSE
@@ -247,7 +247,7 @@ def test_an_openai_client_gets_the_policys_tokens_from_the_endpoint(started):
 
 
 def test_a_killed_rank_is_a_lost_replica_which_is_restarted_whole_and_repeats_its_tokens(started):
-    version = started.policy._version
+    version = started.pipeline.version
     request, router = started.request(3), started.router
     expected = started.manager._service.call(router.generate(request))
     before, addresses = list(started.rollout.process_ids), address_of(started.rollout)

@@ -11,7 +11,8 @@ from hybridrl.errors import CallTimeout, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
+from hybridrl.trainer.ppo.policy.rollout_pipeline import RolloutPipeline
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout.base import RolloutHealth
 from hybridrl.workers.weight_transfer import PushReceipt
@@ -97,7 +98,7 @@ def policy(tmp_path, tiny_qwen2, ray_cluster):
     ]
     groups = []
 
-    def start(transport, rollout_cls=ActorRolloutRefWorker, *, ahead=False, timeout_s=60, **more):
+    def start(transport, rollout_cls=ActorRolloutRefWorker, *, timeout_s=60, **more):
         changes = {"trainer__call_timeout_s": timeout_s, **sync(transport, tmp_path), **more}
         words = settings(tmp_path, tiny_qwen2, **changes)
         config = load_config(PPOConfig, words, program="p", config_name="ppo_trainer")
@@ -105,11 +106,7 @@ def policy(tmp_path, tiny_qwen2, ray_cluster):
             groups.append(RayWorkerGroup(pool, RayClassWithInitArgs(cls, config, role), role=role))
             groups[-1].init_model(10)
         actor, rollout = groups
-        return PolicyGroups(
-            {"actor": actor, "rollout": rollout},
-            weight_sync=config.actor_rollout_ref.rollout.weight_sync,
-            overlaps_training=ahead,
-        )
+        return RolloutPipeline(PolicyWorkers({"actor": actor, "rollout": rollout}), config)
 
     yield start
     for group in groups:
@@ -134,16 +131,16 @@ def prompts() -> DataProto:
     "transport", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRANSPORTS]
 )
 def test_a_replica_that_missed_a_push_generates_no_token(policy, transport):
-    group = policy(transport, DropsOnePush)
-    group.push_weights(1)
-    assert group.generate(prompts()).batch["weights_version"].eq(1).all()
+    pipeline = policy(transport, DropsOnePush)
+    pipeline.push_weights(1)
+    assert pipeline.generate(prompts()).batch["weights_version"].eq(1).all()
     with pytest.raises(StaleWeightsError, match="rollout ranks hold different weights after a push of version 2"):
-        group.push_weights(2)
+        pipeline.push_weights(2)
     # The driver did not verify the push, as with a lag: the replica itself refuses.
     with pytest.raises(StaleWeightsError, match="rollout rank 1 holds weights of version 1, and version 2 was pushed"):
-        group.generate_async(prompts()).get()
-    group.push_weights(3)  # over a new channel
-    assert group.generate(prompts()).batch["weights_version"].eq(3).all()
+        pipeline.generate(prompts())
+    pipeline.push_weights(3)  # over a new channel
+    assert pipeline.generate(prompts()).batch["weights_version"].eq(3).all()
 
 
 ADAPTERS = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__rollout__weight_sync__lora": "adapter"}
@@ -152,23 +149,24 @@ ADAPTERS = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__rollou
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.slow
 def test_a_replica_that_missed_adapters_generates_no_token(policy, transport):
-    group = policy(transport, DropsOnePush, **ADAPTERS)
-    group.push_weights(1)
-    whole = group.rollout.rollout_health()
+    pipeline = policy(transport, DropsOnePush, **ADAPTERS)
+    workers = pipeline.workers
+    pipeline.push_weights(1)
+    whole = workers.rollout.rollout_health()
     with pytest.raises(StaleWeightsError, match="rollout ranks hold different weights after a push of version 2"):
-        group.push_weights(2)
+        pipeline.push_weights(2)
     with pytest.raises(StaleWeightsError, match="rollout rank 1 holds weights of version 1, and version 2 was pushed"):
-        group.generate_async(prompts()).get()
-    group.push_weights(3)  # a full push, over a new channel
-    assert [health.received for health in group.rollout.rollout_health()] == [health.received for health in whole]
-    pushes = [group.push_weights_async(version) for version in (4, 5)]
+        pipeline.generate(prompts())
+    pipeline.push_weights(3)  # a full push, over a new channel
+    assert [health.received for health in workers.rollout.rollout_health()] == [health.received for health in whole]
+    pushes = [pipeline.start_push(version) for version in (4, 5)]
     for push in pushes:
         push.wait()
-    sent, health = group.actor.fetch(pushes[1].sent)[0], group.rollout.rollout_health()
+    sent, health = workers.actor.fetch(pushes[1].sent)[0], workers.rollout.rollout_health()
     assert {h.received for h in health} == {sent.fingerprint} != {h.received for h in whole}
     assert {h.fingerprint for h in health} == {h.fingerprint for h in whole}, "nothing was trained in between"
-    assert 10 * sent.num_bytes < group.actor.fetch(group.actor.store_weights.submit())[0].num_bytes
-    assert group.generate(prompts()).batch["weights_version"].eq(5).all()
+    assert 10 * sent.num_bytes < workers.actor.fetch(workers.actor.store_weights.submit())[0].num_bytes
+    assert pipeline.generate(prompts()).batch["weights_version"].eq(5).all()
 
 
 @pytest.mark.parametrize(
@@ -177,23 +175,24 @@ def test_a_replica_that_missed_adapters_generates_no_token(policy, transport):
 def test_a_dead_rollout_does_not_block_the_actor_forever(policy, transport):
     import ray
 
-    group = policy(transport, timeout_s=5)
-    group.push_weights(1)
-    ray.kill(group.rollout.workers[1])
-    sent = group.actor.send_weights.submit(2)
+    pipeline = policy(transport, timeout_s=5)
+    workers = pipeline.workers
+    pipeline.push_weights(1)
+    ray.kill(workers.rollout.workers[1])
+    sent = workers.actor.send_weights.submit(2)
     with pytest.raises(
         CallTimeout,
         match=r"rollout rank 0, 1 did not receive weights of version 2 within 5 s \(trainer.call_timeout_s\)",
     ):
-        group.actor.fetch(sent)
-    assert group.actor.machine_id() == group.rollout.execute_rank(0, "machine_id").split("\n")
+        workers.actor.fetch(sent)
+    assert workers.actor.machine_id() == workers.rollout.execute_rank(0, "machine_id").split("\n")
 
 
 @pytest.mark.slow
 def test_auto_chooses_shared_memory_on_one_machine(policy):
-    group = policy("auto")
-    group.push_weights(1)
-    assert group._sync._transport == "shared_memory"
+    pipeline = policy("auto")
+    pipeline.push_weights(1)
+    assert pipeline._sync._transport == "shared_memory"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs
-from hybridrl.trainer.ppo.policy.groups import PolicyGroups
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
+from hybridrl.trainer.ppo.policy.rollout_pipeline import RolloutPipeline
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.support.end_to_end.runs import settings, train
 
@@ -23,13 +24,14 @@ def test_a_rollout_is_awake_only_between_a_push_and_the_training_that_follows(tm
     )
     group.init_model(10)
     on_cpu = device == "cpu"
-    policy = PolicyGroups({"actor_rollout": group}, sleep=not on_cpu)
+    policy = PolicyWorkers({"actor_rollout": group}, sleep=not on_cpu)
+    pipeline = RolloutPipeline(policy, config)
     awake = [group.rollout_health()[0].awake]
-    policy.push_weights(1)
+    pipeline.push_weights(1)
     awake.append(group.rollout_health()[0].awake)
     policy.sleep_rollout()
     awake.append(group.rollout_health()[0].awake)
-    policy.push_weights(2)
+    pipeline.push_weights(2)
     awake.append(group.rollout_health()[0].awake)
     assert awake == [on_cpu, True, on_cpu, True]
     assert "sleep() freed" not in caplog.text

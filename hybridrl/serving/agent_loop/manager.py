@@ -1,6 +1,6 @@
 """`AgentLoopManager`: generate batches by agent loops (`rollout.mode=async`), with the columns of a batched call.
 
-It is the `Generator` of the trainer's policy (`trainer/ppo/policy/generation.py`), in place of batched calls to the
+It is the `Generator` of the trainer's pipeline (`trainer/ppo/policy/generator.py`), in place of batched calls to the
 worker group. Loops and tools run in the driver process, on the event loop of a `PolicyService`. The rollout processes
 generate the policy's tokens. Batches and weight pushes take effect in submission order, also where the caller does not
 wait for them. `trainer.lag` depends on this order.
@@ -123,7 +123,7 @@ class AgentLoopManager:
             resync: Sends the current weights to restarted processes; None if the router cannot restart any.
             concurrent: The processes only generate, so requests are served while the driver trains. False: requests are
                 served only during a call that generates.
-            hybrid: The `HybridRollout` that generates while the driver waits for responses, or None.
+            hybrid: The `TrainerSideRollout` that generates while the driver waits for responses, or None.
         """
         rollout = self.config.actor_rollout_ref.rollout
         self._loops = {}  # a loop may hold objects that belong to one event loop
@@ -196,49 +196,39 @@ class AgentLoopManager:
 
     # -- batches
 
-    def generate(self, prompts: DataProto, *, version: int | None) -> DataProto:
-        """Return whole responses, see `submit`."""
-        return self.submit(prompts, version=version).get()
-
-    def submit(self, prompts: DataProto, *, version: int | None) -> AgentFuture:
-        """Start generating whole responses with the weights of this version, the last one pushed.
+    def submit(
+        self,
+        prompts: Any,
+        *,
+        version: int | None,
+        max_new_tokens: int | None = None,
+        num_prompts: int | None = None,
+    ) -> AgentFuture:
+        """Start generating responses, or more tokens of open ones.
 
         Args:
-            prompts: As for `generate_sequences`. `non_tensor_batch` has the rows' other columns, for the loops.
-            version: Version of the weights.
+            prompts: As for `generate_sequences`; `non_tensor_batch` has the rows' other columns, for the loops. Or a
+                future of this manager, or one whose `get` returns the incomplete batch from a checkpoint.
+            version: Version of the weights, the last one pushed.
+            max_new_tokens: Most new tokens of each response, tool answers included. None: whole responses.
+            num_prompts: Generate until so many groups are complete, see `ShortRound`. None: all.
         """
-        return self.submit_partial(prompts, self.context.max_response_length, version=version)
-
-    def submit_short_round(
-        self, prompts: DataProto, num_prompts: int, max_new_tokens: int, *, version: int | None
-    ) -> AgentFuture:
-        """Start generating until `num_prompts` groups are complete, see `ShortRound`."""
+        limit = self.context.max_response_length if max_new_tokens is None else max_new_tokens
+        if not isinstance(prompts, DataProto):
+            return self._advance(self._reopened(prompts), limit, version=version)
         sampling = self._sampling(prompts)
         batch = self._batch(prompts, sampling)
-        short = ShortRound(batch, sampling.n, num_prompts, max_new_tokens, self.config.trainer.call_timeout_s)
+        if num_prompts is None:
+            return self._advance(AgentFuture(self, prompts, sampling, batch), limit, version=version)
+        short = ShortRound(batch, sampling.n, num_prompts, limit, self.config.trainer.call_timeout_s)
         work = self._opened().generate(version, short.generate, batch)
-        return AgentFuture(self, prompts, sampling, batch, work, max_new_tokens, short)
+        return AgentFuture(self, prompts, sampling, batch, work, limit, short)
 
-    def submit_partial(self, prompts: DataProto, max_new_tokens: int, *, version: int | None) -> AgentFuture:
-        """Start generating at most `max_new_tokens` tokens per response, tool answers included."""
-        sampling = self._sampling(prompts)
-        return self._advance(
-            AgentFuture(self, prompts, sampling, self._batch(prompts, sampling)), max_new_tokens, version=version
-        )
-
-    def continue_partial(self, partial: Any, max_new_tokens: int, *, version: int | None) -> AgentFuture:
-        """Continue responses by at most `max_new_tokens` tokens each.
-
-        Args:
-            partial: A future of this manager, or one whose `get` returns the incomplete batch from a checkpoint.
-            max_new_tokens: More tokens per response, tool answers included.
-            version: Version of the weights.
-        """
+    def _reopened(self, partial: Any) -> AgentFuture:
+        """Return a future whose loops can continue, of open responses as `submit` gets them."""
         if not isinstance(partial, AgentFuture):
-            partial = self._restore(partial.get())
-        elif partial.batch.was_aborted:
-            partial = self._restore(self._incomplete_batch(partial))
-        return self._advance(partial, max_new_tokens, version=version)
+            return self._restore(partial.get())
+        return self._restore(self._incomplete_batch(partial)) if partial.batch.was_aborted else partial
 
     def generate_on(
         self, group: Any, prompts: DataProto, *, version: int | None, resync: Resync | None = None

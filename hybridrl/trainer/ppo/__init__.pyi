@@ -8,7 +8,7 @@ from .policy.short_round import ShortRound as ShortRound
 from .sampling.branches import add_branch_rows as add_branch_rows
 from .sampling.tail_batching import TailPrompts as TailPrompts
 from .sampling.tail_batching import add_deferred as add_deferred
-from .sampling.tail_batching import keep_complete as keep_complete
+from .sampling.tail_batching import defer_others as defer_others
 from .stages import uses_critic as uses_critic
 from .stages import uses_reference as uses_reference
 from .token_record import record_tokens as record_tokens

@@ -13,7 +13,6 @@ from hybridrl.algos.partition import balanced_partition
 from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config import PPOConfig
 from hybridrl.config.engines import critic_engine_settings, engine_settings
-from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.driver.run_context import RunContext
 from hybridrl.framework.overlap import DeviceSlots
 from hybridrl.protocol import DataProto
@@ -22,15 +21,14 @@ from hybridrl.trainer import ppo
 from hybridrl.trainer.checkpoint.step_ledger import LEDGER
 from hybridrl.trainer.data.prompt_dataset import collate_fn, load_prompt_data
 from hybridrl.trainer.data.prompt_loader import StepPrompts
-from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.ppo.columns import COLUMNS, MODEL_INPUT, PROMPT_INPUT
+from hybridrl.trainer.ppo.columns import COLUMNS, MODEL_INPUT
 from hybridrl.trainer.ppo.metrics import global_seqlen_metrics
 from hybridrl.trainer.ppo.off_policy import staleness_metrics
-from hybridrl.trainer.ppo.policy.generation import BatchedGenerator, Generator
-from hybridrl.trainer.ppo.policy.groups import make_policy
-from hybridrl.trainer.ppo.policy.rollout_pipeline import make_pipeline
+from hybridrl.trainer.ppo.policy.generator import Generator
+from hybridrl.trainer.ppo.policy.policy_workers import make_policy_workers
+from hybridrl.trainer.ppo.policy.rollout_pipeline import BatchedGenerator, RolloutPipeline
 from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridrl.trainer.ppo.rewards import (
     NoRewardGuard,
@@ -47,7 +45,6 @@ from hybridrl.trainer.ppo.stages import (
     scores_reference_with_actor,
     stage_roles,
     trains_what_it_generates,
-    uses_greedy_baseline,
 )
 from hybridrl.trainer.ppo.update_batch import call_balanced, num_optimizer_steps, select_columns
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
@@ -148,8 +145,8 @@ class PPOLoop(Trainer):
             detached=self.resume_state.is_supervised,
             reattach=self.resume_state.snapshot is not None,
         )
-        self.policy = make_policy(self.groups, manager, self.config, generator=self.generator)
-        self.pipeline = make_pipeline(self.policy, self.config)
+        self.policy = make_policy_workers(self.groups, manager, self.config)
+        self.pipeline = RolloutPipeline(self.policy, self.config, self.generator)
 
     def init_role(self, role: str) -> None:
         """Load this role's model into its newly started processes."""
@@ -247,7 +244,7 @@ class PPOLoop(Trainer):
             self.remote_evaluator = RemoteEvaluator(functools.partial(validate_on_evaluator, self))
         snapshot = self.resume_state.pop_snapshot()
         if snapshot is None:
-            self.policy.push_weights(self.global_steps)
+            self.pipeline.start_push(self.global_steps).wait()
             return
         self.step_retry.resume(snapshot)
         if snapshot.step and self.commit_is_due() and snapshot.step not in self.store.steps():
@@ -264,8 +261,8 @@ class PPOLoop(Trainer):
 
     def _run_stages(self) -> None:
         """Submit the first `lag` batches so that the first steps find them, and run the steps."""
-        while (batch := self.draw_prompts(self.num_ahead)) is not None:
-            self._submit(batch)
+        while len(self.pipeline) < self.num_ahead:
+            self.pipeline.submit(self.prompts.next_batch())
         super()._run_stages()
 
     def end(self) -> None:
@@ -276,16 +273,16 @@ class PPOLoop(Trainer):
     @property
     def weight_channel(self) -> Any:
         """Channel that weights are pushed over; None without one."""
-        return self.policy.weight_channel
+        return self.pipeline.weight_channel
 
     def disconnect(self, reason: str) -> None:
         """Cancel pushes and close agent loops. Safe to call twice."""
-        self.policy.disconnect(reason)
+        self.pipeline.disconnect(reason)
 
     def reconnect(self) -> None:
         """Push the restored weights to the rollout, and start again what was lost with a process."""
-        self.policy.reconnect()
-        self.policy.push_weights(self.global_steps)
+        self.pipeline.reconnect()
+        self.pipeline.start_push(self.global_steps).wait()
         if self.remote_evaluator is not None:
             self.remote_evaluator.resubmit()
 
@@ -295,10 +292,6 @@ class PPOLoop(Trainer):
     def num_ahead(self) -> int:
         """Generation batches that are pending for later steps: the lag, and fewer near the end of the run."""
         return min(self.pipeline.lag, self.total_training_steps - self.global_steps)
-
-    def draw_prompts(self, max_pending: int) -> DataProto | None:
-        """Return the prompts of the next generation batch, or None if `max_pending` batches are pending already."""
-        return self.prompts.next_batch() if len(self.pipeline) < max_pending else None
 
     def _tail_prompts(self) -> StepPrompts:
         data = self.config.data
@@ -310,39 +303,6 @@ class PPOLoop(Trainer):
             step=lambda: self.global_steps,
             total_steps=self.total_training_steps,
         )
-
-    def _submit(self, batch: DataProto) -> None:
-        number, epoch = batch.meta_info.pop("number"), batch.meta_info.pop("epoch")
-        num_prompts = batch.meta_info.pop("num_prompts", None)
-        prompts = self._split_generation_inputs(batch)
-        seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=number)
-        prompts.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed)}
-        self.pipeline.submit(
-            prompts,
-            batch,
-            number=number,
-            epoch=epoch,
-            greedy_prompts=self._greedy_prompts(prompts, seed=seed),
-            num_prompts=num_prompts,
-        )
-
-    def _greedy_prompts(self, prompts: DataProto, *, seed: int) -> DataProto | None:
-        """Return the generation inputs of a greedy response to each prompt; None if the estimator uses none."""
-        if not uses_greedy_baseline(self.config):
-            return None
-        greedy = prompts.select()
-        greedy.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed, greedy=True)}
-        return greedy
-
-    def _split_generation_inputs(self, batch: DataProto) -> DataProto:
-        """Remove the generation inputs from the batch and return them.
-
-        For agent loops they include the rows' other columns, which also stay in the batch.
-        """
-        prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
-        if self.generator.reads_other_columns:
-            prompts.non_tensor_batch = dict(batch.non_tensor_batch)
-        return prompts
 
     # ---- samples
 

@@ -28,13 +28,12 @@ and commit, which supervised fine-tuning shares, in `trainer/loop.py`.
 import functools
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import numpy as np
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
-from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import Stage, spec_of
 from hybridrl.framework.stage_halves import run_once
@@ -56,7 +55,6 @@ from hybridrl.trainer.ppo.columns import (
 from hybridrl.trainer.ppo.loop import PPOLoop
 from hybridrl.trainer.ppo.metrics import log_prob_metrics, metrics_of_update, reward_extra_metrics, step_metrics
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
-from hybridrl.trainer.ppo.policy.rollout_pipeline import join_responses
 from hybridrl.trainer.ppo.rewards import (
     RewardFn,
     add_advantages,
@@ -177,38 +175,22 @@ class RayPPOTrainer(PPOLoop):
         """Load the prompts of the step that is `trainer.lag` ahead. None near the end of the run."""
         ctx.started_at = time.perf_counter()
         self.global_steps += 1
-        ctx.batch = self.draw_prompts(self.num_ahead + 1)
+        ctx.batch = self.prompts.next_batch() if len(self.pipeline) <= self.num_ahead else None
 
     def generate(self, ctx: BatchContext) -> None:
         """Generate `rollout.n` responses per prompt, in adjacent rows. With a lag, those of prompts loaded earlier."""
         self.pipeline.continue_partial()
         if ctx.batch is not None:
-            self._submit(ctx.batch)
-        pending, responses, greedy = self.pipeline.pop()
+            self.pipeline.submit(ctx.batch)
+        generated = self.pipeline.pop()
+        ctx.batch, ctx.greedy = generated.samples, generated.greedy
+        ctx.prompt_rows = generated.prompts.non_tensor_batch.get(ROW, ())
         if self.config.algorithm.filter_groups.defers:
-            ppo.keep_complete(self.prompts, pending, responses, ctx)
-        ctx.prompt_rows = pending.other_columns.non_tensor_batch.get(ROW, ())
-        ctx.batch = join_responses(pending.other_columns, responses, n=self.config.actor_rollout_ref.rollout.n)
-        ctx.greedy = None if greedy is None else join_responses(pending.other_columns, greedy, n=1)
-        ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": pending.epoch}
+            ppo.defer_others(self.prompts, generated.chosen, ctx)
+        ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": generated.epoch}
         ctx.metrics |= self.generator.metrics
         self.policy.sleep_rollout()
         ctx.metrics |= self._sample_metrics(ctx.batch)
-
-    def generate_responses(
-        self, batch: DataProto, *, n: int, seed: int, generate: Callable[[DataProto], DataProto] | None = None
-    ) -> DataProto:
-        """Return the batch with `n` responses per prompt, sampled with the validation settings.
-
-        Args:
-            batch: Prompts.
-            n: Responses per prompt.
-            seed: Seed of the sampling.
-            generate: Generates the responses. None: the rollout, with the newest weights.
-        """
-        prompts = self._split_generation_inputs(batch)
-        prompts.meta_info = {GenerationRequest.KEY: GenerationRequest(seed=seed, validate=True)}
-        return join_responses(batch, (generate or self.policy.generate)(prompts), n=n)
 
     def reward(self, ctx: BatchContext) -> None:
         """Score every response with a reward model, a rule, or a rule that reads the model's score.
@@ -278,7 +260,8 @@ class RayPPOTrainer(PPOLoop):
         """Run the stages between `next_batch` and `filter_groups` for another generation batch; return its context."""
         more = ctx.fork()
         more.gen_batch = gen_batch
-        more.batch, more.metrics = self.draw_prompts(self.num_ahead + 1), {}
+        more.batch = self.prompts.next_batch() if len(self.pipeline) <= self.num_ahead else None
+        more.metrics = {}
         stages = self.stages()
         names = [spec_of(fn).name for fn in stages]
         run_once(stages[names.index("next_batch") + 1 : names.index("filter_groups")], more)
@@ -406,7 +389,7 @@ class RayPPOTrainer(PPOLoop):
         for metrics in self.remote_evaluator.poll():
             ctx.metrics |= metrics
         if due:
-            self.remote_evaluator.submit(self.global_steps, self.policy.export_weights_async())
+            self.remote_evaluator.submit(self.global_steps, self.policy.actor.store_weights.submit()[0])
 
     def log(self, ctx: BatchContext) -> None:
         """Send the step's metrics to every logger."""

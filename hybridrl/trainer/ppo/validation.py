@@ -52,9 +52,8 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
     for number, batch in enumerate(_batches(trainer)):
         assign_uids_and_seeds(batch, seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=number)
-        batch = trainer.generate_responses(
-            batch, n=config.actor_rollout_ref.rollout.val_kwargs.n, seed=seed, generate=generate
-        )
+        n = config.actor_rollout_ref.rollout.val_kwargs.n
+        batch = trainer.pipeline.respond(batch, n=n, seed=seed, generate=generate)
         extra = trainer.score(batch, trainer.val_reward_fn, metrics={})
         _collect(columns, batch, extra)
         rows = list(sample_rows(batch, trainer.tokenizer, step=step, extra=extra))

@@ -24,7 +24,7 @@ class StepSnapshot:
         step: The completed step.
         engine_refs: Role -> one reference per rank to what `take_snapshot` returned.
         parts: State of the driver's own parts, see `run/state.py`.
-        channel: Channel that weights were pushed over, see `PolicyGroups.weight_channel`.
+        channel: Channel that weights were pushed over, see `RolloutPipeline.weight_channel`.
     """
 
     step: int

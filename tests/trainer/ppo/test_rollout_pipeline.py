@@ -6,41 +6,47 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
 from hybridrl.trainer.ppo.policy.rollout_pipeline import RolloutPipeline
+from hybridrl.workers.rollout.short_round import CHOSEN
 
 
 class Responses:
     """A future that no other driver can have."""
 
-    def __init__(self, prompts: DataProto, version: int):
-        self.prompts, self.version = prompts, version
+    def __init__(self, prompts: DataProto, version: int | None, num_prompts: int | None = None):
+        self.prompts, self.version, self.num_prompts = prompts, version, num_prompts
 
     def get(self) -> DataProto:
-        tokens = self.prompts.batch["input_ids"]
-        return DataProto.from_dict(tensors={"responses": tokens, "versions": torch.full_like(tokens, self.version)})
+        tokens, chosen = self.prompts.batch["input_ids"], self.num_prompts
+        meta_info = {} if chosen is None else {CHOSEN: list(range(len(tokens)))[-chosen:]}
+        tokens = tokens if chosen is None else tokens[-chosen:]
+        versions = torch.full_like(tokens, self.version or 0)
+        return DataProto.from_dict(tensors={"responses": tokens, "versions": versions}, meta_info=meta_info)
 
     def __reduce__(self):
         raise TypeError("a future belongs to one driver")
 
 
-class Rollout:
-    """Answers with its prompts and the version that it had when it was asked, in two processes."""
+class Generator:
+    """Answers with its prompts and the version that it is asked for."""
 
-    rollout = SimpleNamespace(world_size=2)
+    metrics: dict[str, float] = {}
+    reads_other_columns = False
 
     def __init__(self) -> None:
-        self.version, self.unverified = 0, False
+        self.unverified = False
 
-    def generate_async(self, prompts: DataProto) -> Responses:
-        return Responses(prompts, self.version)
+    def open(self, group, *, resync, concurrent) -> None:
+        pass
 
-    def begin_partial_async(self, prompts: DataProto, max_new_tokens: int) -> Responses:
-        return Responses(prompts, self.version)
+    def submit(self, prompts, *, version, max_new_tokens=None, num_prompts=None) -> Responses:
+        return Responses(prompts, version, num_prompts)
 
-    def push_weights_async(self, version: int) -> "Rollout":
-        self.version = version
+    def push(self, version, receive) -> "Generator":
         return self
 
     def wait(self) -> None:
@@ -48,26 +54,35 @@ class Rollout:
             raise StaleWeightsError("rollout process 0 holds version 0")
 
 
-def submit(pipeline: RolloutPipeline, number: int, **more) -> None:
-    prompts = DataProto.from_dict(tensors={"input_ids": torch.tensor([[number], [-number]])})
-    other_columns = DataProto.from_dict(tensors={"other": torch.tensor([number, -number])})
-    pipeline.submit(prompts, other_columns, number=number, epoch=0, **more)
+def pipeline_with(*words: str) -> RolloutPipeline:
+    """Return a pipeline to a rollout of two processes."""
+    settings = ["data.max_response_length=4", "actor_rollout_ref.rollout.n=1", *words]
+    config = load_config(PPOConfig, settings, program="p", config_name="ppo_trainer")
+    workers = PolicyWorkers({"actor_rollout": SimpleNamespace(world_size=2)})
+    return RolloutPipeline(workers, config, Generator())
+
+
+def submit(pipeline: RolloutPipeline, number: int, **meta_info) -> None:
+    ids = torch.tensor([[number], [-number]])
+    names = ("input_ids", "attention_mask", "position_ids")
+    tensors = dict.fromkeys(names, ids) | {"seeds": ids[:, 0], "other": ids[:, 0]}
+    pipeline.submit(DataProto.from_dict(tensors=tensors, meta_info={"number": number, "epoch": 0} | meta_info))
 
 
 def drained(pipeline: RolloutPipeline) -> list[tuple]:
-    popped = [pipeline.pop() for _ in range(len(pipeline))]
-    return [(batch.number, *responses.batch["versions"].flatten().tolist()) for batch, responses, _ in popped]
+    popped = [pipeline.pop().samples.batch for _ in range(len(pipeline))]
+    return [(int(columns["other"][0]), *columns["versions"].flatten().tolist()) for columns in popped]
 
 
 def test_another_driver_gets_the_tokens_of_the_weights_they_were_sampled_from():
-    pipeline = RolloutPipeline(Rollout(), lag=2, chunk_tokens=[4])
+    pipeline = pipeline_with("trainer.lag=2")
     submit(pipeline, 1)
     pipeline.push_weights(1)
     submit(pipeline, 2)
     pipeline.push_weights(2)
     state = pickle.dumps(pipeline.state_dict())
 
-    other = RolloutPipeline(Rollout(), lag=2, chunk_tokens=[4])
+    other = pipeline_with("trainer.lag=2")
     submit(other, 5)
     other.push_weights(7)
     other.load_state_dict(pickle.loads(state))
@@ -75,7 +90,7 @@ def test_another_driver_gets_the_tokens_of_the_weights_they_were_sampled_from():
 
 
 def test_a_state_can_be_loaded_twice():
-    pipeline = RolloutPipeline(Rollout(), lag=2, chunk_tokens=[4])
+    pipeline = pipeline_with("trainer.lag=2")
     submit(pipeline, 1)
     state = pipeline.state_dict()
     for _ in range(2):
@@ -84,19 +99,27 @@ def test_a_state_can_be_loaded_twice():
 
 
 def test_chunks_and_greedy_responses_are_part_of_the_state():
-    pipeline = RolloutPipeline(Rollout(), lag=2, chunk_tokens=[2, 2])
-    greedy = DataProto.from_dict(tensors={"input_ids": torch.tensor([[8], [9]])})
-    submit(pipeline, 1, greedy_prompts=greedy)
+    pipeline = pipeline_with("trainer.lag=2", "trainer.partial_rollout=true", "algorithm.adv_estimator=remax")
+    assert pipeline.chunk_tokens == [2, 2]
+    submit(pipeline, 1)
     [kept] = pickle.loads(pickle.dumps(pipeline.state_dict()))
     assert kept.num_chunks == 1 and len(kept.responses.futures) == 2  # one shard for each process that continues them
     assert kept.responses.get().batch["responses"].tolist() == [[1], [-1]]
-    assert kept.greedy.get().batch["responses"].tolist() == [[8], [9]]
+    assert kept.greedy.get().batch["responses"].tolist() == [[1], [-1]]
 
 
 def test_the_state_has_no_tokens_of_weights_that_were_not_verified():
-    pipeline = RolloutPipeline(Rollout(), lag=1, chunk_tokens=[4])
+    pipeline = pipeline_with("trainer.lag=1")
     pipeline.push_weights(1)
     submit(pipeline, 1)
-    pipeline.policy.unverified = True
+    pipeline.generator.unverified = True
     with pytest.raises(StaleWeightsError):
         pipeline.state_dict()
+
+
+def test_a_short_round_returns_the_prompts_that_it_answers():
+    pipeline = pipeline_with()
+    submit(pipeline, 3, num_prompts=1)
+    generated = pipeline.pop()
+    assert (generated.chosen, generated.prompts.batch["other"].tolist()) == ([1], [-3])
+    assert generated.samples.batch["responses"].tolist() == [[-3]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.policy.generation import shards_of_groups
+from hybridrl.trainer.ppo.policy.rollout_pipeline import shards_of_groups
 from hybridrl.workers.rollout.short_round import CHOSEN, round_limits, shortest_groups
 
 

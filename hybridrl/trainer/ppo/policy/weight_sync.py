@@ -2,7 +2,7 @@
 
 One class per placement. Each push is verified at its end.
 
-`PolicyGroups` uses it in the driver, which moves no bytes. Between processes, the driver submits a send to rank 0 of
+`RolloutPipeline` uses it in the driver, which moves no bytes. Between processes, the driver submits a send to rank 0 of
 the actor and a receive to every rollout process. Calls to a process execute in submission order. The bytes travel
 through `workers/weight_transfer`.
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.single_controller.references import OutputRefs
+from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
 
 
 class WeightSync(Protocol):
@@ -22,9 +23,11 @@ class WeightSync(Protocol):
 
     Attributes:
         address: Address of the open channel between processes, None without one.
+        trainer_side: The rollout in the actor's processes, beside one in processes of its own; None without it.
     """
 
     address: Any
+    trainer_side: "TrainerSideRollout | None"
 
     @property
     def resend(self) -> Callable[[Sequence[int]], None] | None:
@@ -60,15 +63,19 @@ class CrossProcessWeightSync:
         rollout: Worker group of the rollout.
         settings: Settings `actor_rollout_ref.rollout.weight_sync`.
         overlaps_training: Whether the rollout generates while the actor trains; training must not wait for it then.
+        hybrid: Worker group of the actor, if its processes have a rollout, too.
     """
 
-    def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, overlaps_training: bool):
+    def __init__(
+        self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, overlaps_training: bool, hybrid: Any = None
+    ):
         self._actor, self._rollout, self._settings = actor, rollout, settings
         self._overlaps_training = overlaps_training
         self._transport: str | None = None  # None: to be chosen and opened by the next push
         self._version: int | None = None  # of the last push that was started
         self._loaded: tuple[int, Any] | None = None  # version and receipt of the weights that the rollout loaded last
         self.address: Any = None
+        self.trainer_side: TrainerSideRollout | None = None if hybrid is None else TrainerSideRollout(hybrid, self)
 
     def send(self, version: int) -> Callable[[], "PendingPush"]:
         """Start the actor's half of a push. Opens a new channel first if the last push failed."""
@@ -111,6 +118,8 @@ class CrossProcessWeightSync:
 
     def reset(self) -> None:
         self._transport = None
+        if self.trainer_side is not None:
+            self.trainer_side.reset()
 
     def _open(self) -> str:
         transport = self._settings.transport
@@ -137,7 +146,7 @@ class CrossProcessWeightSync:
             self._actor.drop_stored_weights.submit(version)
 
 
-class HybridRollout:
+class TrainerSideRollout:
     """The rollout in the actor's processes, beside one in processes of its own (`trainer.hybrid_rollout`).
 
     It generates with the weights of the other one, which are older than the actor's. So it gets them in the same way:
@@ -176,6 +185,7 @@ class InProcessWeightSync:
     """Pushes inside processes that hold both actor and rollout."""
 
     address: Any = None
+    trainer_side: "TrainerSideRollout | None" = None
     resend: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, group: Any, settings: WeightSyncConfig):
@@ -202,6 +212,20 @@ class InProcessWeightSync:
     def _after(self, version: int, error: BaseException | None) -> None:
         if error is not None:
             self.reset()
+
+
+def make_weight_sync(workers: PolicyWorkers, settings: WeightSyncConfig, *, overlaps_training: bool) -> WeightSync:
+    """Return the pushes between the processes of these groups.
+
+    Args:
+        workers: The policy's worker groups.
+        settings: Settings of pushes between processes.
+        overlaps_training: Whether a rollout in separate processes generates while the actor trains.
+    """
+    if workers.rollout is workers.hybrid:
+        return InProcessWeightSync(workers.hybrid, settings)
+    groups = workers.actor, workers.rollout
+    return CrossProcessWeightSync(*groups, settings, overlaps_training=overlaps_training, hybrid=workers.hybrid)
 
 
 @dataclass

@@ -34,9 +34,7 @@ from hybridrl.trainer.checkpoint.ledger_audit import DEFERRED, TRAINED, Outcomes
 from hybridrl.trainer.data.prompt_loader import DEFERRED as STATE
 from hybridrl.trainer.data.prompt_loader import EPOCH, ROW, NoPrompts, PromptLoader, StepPrompts, assign_uids_and_seeds
 from hybridrl.trainer.data.seeds import Purpose
-from hybridrl.trainer.ppo.policy.rollout_pipeline import PendingBatch
 from hybridrl.trainer.run.middleware import BatchContext
-from hybridrl.workers.rollout.short_round import CHOSEN
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +126,8 @@ class TailPrompts(StepPrompts):
             batch.meta_info["num_prompts"] = self.batch_size
         return batch
 
-    def defer(self, chosen: Iterable[int] | None) -> list[int]:
-        """Let the prompts of the round wait that are not chosen; return the places of the others.
+    def defer(self, chosen: Iterable[int] | None) -> None:
+        """Let the prompts of the round wait that are not chosen.
 
         Args:
             chosen: Places of the prompts with complete responses; None after a round that generated all.
@@ -144,7 +142,6 @@ class TailPrompts(StepPrompts):
                 "the run that deferred them",
                 len(self.waiting),
             )
-        return places
 
     def outcomes(self) -> dict[str, dict[str, list[int]]]:
         """Return the deferred prompts of this step: epoch -> outcome -> rows."""
@@ -185,11 +182,16 @@ class TailPrompts(StepPrompts):
         self.waiting, self._drawn, self._ages = [Prompt(*entry) for entry in state.get(STATE, ())], [], {}
 
 
-def keep_complete(prompts: StepPrompts, pending: PendingBatch, responses: DataProto, ctx: BatchContext) -> None:
-    """Defer the prompts whose responses a short round has ended, and leave the others in `pending`."""
+def defer_others(prompts: StepPrompts, chosen: Iterable[int] | None, ctx: BatchContext) -> None:
+    """Defer the prompts whose responses a short round has ended.
+
+    Args:
+        prompts: The run's `TailPrompts`.
+        chosen: Places of the prompts with complete responses; None after a long round.
+        ctx: Gets what became of the prompts.
+    """
     assert isinstance(prompts, TailPrompts)
-    places = prompts.defer(responses.meta_info.get(CHOSEN))
-    pending.other_columns = pending.other_columns.select_idxs(torch.tensor(places))
+    prompts.defer(chosen)
     ctx.group_outcomes = prompts.trained()
     add_deferred(prompts, ctx)
 

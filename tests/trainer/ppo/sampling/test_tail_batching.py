@@ -45,7 +45,8 @@ class Run:
         chosen = None
         if (size := batch.meta_info.get("num_prompts")) is not None:
             chosen = sorted(sorted(range(len(seeds)), key=lambda place: seeds[place] % 997)[:size])
-        places = self.prompts.defer(chosen)
+        self.prompts.defer(chosen)
+        places = range(len(seeds)) if chosen is None else chosen
         rows, epochs = batch.non_tensor_batch[ROW], batch.non_tensor_batch[EPOCH]
         assert batch.batch["input_ids"][:, -1].tolist() == rows.tolist() and len(places) == self.size
         self.trained += [(self.step, epochs[place], rows[place], seeds[place]) for place in places]
