@@ -28,9 +28,9 @@ from _contest import clock, make_columns, median_ms
 
 from hybridrl.errors import WorkerLost
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.call_chain import CallHeader
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.processes.worker_host import CallHeader
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.worker import Worker
 
@@ -110,9 +110,9 @@ def dispatch_and_collect(sizes: list[int], columns: dict[str, torch.Tensor], rep
     def by_hand(group: RayWorkerGroup) -> np.ndarray:
         cuts = {name: np.array_split(array, group.world_size) for name, array in arrays.items()}
         shards = [ray.put({name: cut[i] for name, cut in cuts.items()}) for i in range(group.world_size)]
-        header = CallHeader(group.processes.fencing_token).encode()
+        header = list(CallHeader(group.processes.fencing_token, group.role, "score_arrays"))
         pairs = zip(group.workers, shards, strict=True)
-        calls = [worker.call.remote(header, group.role, "score_arrays", shard) for worker, shard in pairs]
+        calls = [worker.call.remote(header, shard) for worker, shard in pairs]
         return np.concatenate(ray.get(calls))
 
     print(

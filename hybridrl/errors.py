@@ -135,29 +135,19 @@ class CallCycle(HybridRLError):
     """Calls wait for each other, so that none of them can return.
 
     Attributes:
-        calls: The calls of one chain in order, as `worker.method`. The last one is in the process of the first. With
-            `awaited`: calls of several chains, each in a process of its own.
-        awaited: For each of `calls`, the call that it waits for, which the process of the next one cannot start.
+        calls: As `worker.method`. Each waits for the next one, or for the call whose thread that one has.
+        awaited: For each of `calls`, the call that it waits for.
     """
 
-    def __init__(self, calls: Sequence[str], awaited: Sequence[str] = ()):
+    def __init__(self, calls: Sequence[str], awaited: Sequence[str]):
         super().__init__(tuple(calls), tuple(awaited))
         self.calls, self.awaited = tuple(calls), tuple(awaited)
 
     def __str__(self) -> str:
-        if self.awaited:
-            waits = (f"{call} waits for {awaited}" for call, awaited in zip(self.calls, self.awaited, strict=True))
-            return (
-                f"{', and '.join(waits)}: each of these processes has one thread, which executes the call that waits. "
-                "Mark an awaited method with concurrency=2, define it with `async def`, or let a call return before it "
-                "waits"
-            )
-        worker, _, method = self.calls[-1].partition(".")
-        first = self.calls[0].partition(".")[2]
+        waits = (f"{call} waits for {awaited}" for call, awaited in zip(self.calls, self.awaited, strict=True))
         return (
-            f"{' -> '.join(self.calls)}: {worker} has one thread for {first}() and {method}(), and {first}() waits for "
-            f"the others. Mark {method} with concurrency=2, define it with `async def`, or let {first} return before "
-            "the others wait"
+            f"{', and '.join(waits)}: a process has one thread for its calls, and none of these can return. Mark an "
+            "awaited method with concurrency=2, define it with `async def`, or let a call return before it waits"
         )
 
 

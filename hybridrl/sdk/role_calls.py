@@ -17,10 +17,10 @@ from hybridrl.errors import WorkerLost
 from hybridrl.master.jobs.roster import Roster, lookup_roster, loss_account
 from hybridrl.sdk.pending_calls import PENDING, PendingCall
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, call_timeout
-from hybridrl.single_controller.call_chain import CHECK_PERIOD_S, waiting_for
+from hybridrl.single_controller.call_cycles import CHECK_PERIOD_S, waiting_for
 from hybridrl.single_controller.invocation import Invocation
 from hybridrl.single_controller.references import OutputRefs
-from hybridrl.single_controller.worker_group import WorkerGroup
+from hybridrl.single_controller.worker_group import Arguments, WorkerGroup
 
 # A call that loses its process every time probably ends the process itself.
 MAX_SENDS = 3
@@ -44,8 +44,6 @@ class RoleProcesses:
         )
         self.group: WorkerGroup = roster.handle.to_group()
         self.names = list(roster.handle.names)
-        # Endpoints that are functions of a module are not in the worker's class.
-        self.group.invocations = {**self.group.invocations, **roster.endpoints}
 
 
 _KNOWN: dict[str, RoleProcesses] = {}  # role -> processes that were looked up last
@@ -84,7 +82,7 @@ class RoleCall:
     Attributes:
         method: Name of the endpoint.
         ranks: Whom it calls.
-        args, kwargs: By rank.
+        arguments: By rank.
         began: Of the monotonic clock.
         deadline: As `time.monotonic()` counts; None for no limit.
         references: Rank -> reference to its output.
@@ -97,8 +95,7 @@ class RoleCall:
     processes: RoleProcesses
     invocation: Invocation
     ranks: Sequence[int]
-    args: Sequence[tuple[Any, ...]]
-    kwargs: Sequence[dict[str, Any]]
+    arguments: Sequence[Arguments]
     began: float = field(default_factory=time.monotonic)
     deadline: float | None = None
     references: dict[int, Any] = field(default_factory=dict)
@@ -106,16 +103,20 @@ class RoleCall:
     num_sends: int = 1
 
     def send(self, ranks: Sequence[int]) -> None:
-        group = self.processes.group
-        for rank in ranks:
-            group.invocations[self.method] = self.invocation  # the caller's, also of what the process exported itself
-            self.references[rank] = group.execute_rank_async(rank, self.method, *self.args[rank], **self.kwargs[rank])
+        arguments = [self.arguments[rank] for rank in ranks]
+        sent = self.processes.group.start_calls(self.method, ranks, arguments, invocation=self.invocation)
+        self.references.update(zip(ranks, sent, strict=True))
 
     def watch(self, resolve: Callable[[], None]) -> None:
         """Have `resolve` called when `outputs` no longer has to wait."""
         group, references = self.processes.group, [self.references[rank] for rank in self.ranks]
         self.answers = group.as_futures(references)
         PENDING.add(PendingCall(self.answers, self.deadline, lambda: any(map(group.is_lost, references)), resolve))
+
+    def pending(self) -> list[Any]:
+        """Return references to the outputs that are not there."""
+        answers = zip(self.ranks, self.answers, strict=True)
+        return [self.references[rank] for rank, answer in answers if not answer.done()]
 
     def outputs(self) -> list[Any]:
         """Return the outputs, by rank, of a call that `watch` has found to be decided.
@@ -186,8 +187,7 @@ class CallFuture(Future):
         if self.done():
             return timeout
         until = None if timeout is None else time.monotonic() + timeout
-        references = list(self._call.references.values())
-        with waiting_for(references, role=self._call.role, method=self._call.method) as waiting:
+        with waiting_for(self._call.pending(), role=self._call.role, method=self._call.method) as waiting:
             while not self.done():
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
@@ -196,7 +196,7 @@ class CallFuture(Future):
                 if not PENDING.work(wait_s):
                     wait([self], timeout=wait_s)
                 if not self.done():
-                    waiting.raise_if_cycle(references)
+                    waiting.raise_if_cycle(self._call.pending())
         return None if until is None else max(0.0, until - time.monotonic())
 
 

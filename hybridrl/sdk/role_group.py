@@ -202,8 +202,8 @@ def _prepare(
     group = processes.group
     group.bind(name, invocation)  # refuses a call that the processes have no threads for
     args, kwargs = [_as_list(value) for value in args], {key: _as_list(value) for key, value in kwargs.items()}
-    own_args, own_kwargs = group.per_worker(*get_dispatch_mode(mode).dispatch_fn(group, *args, **kwargs))
-    return RoleCall(role, name, processes, invocation, ranks, own_args, own_kwargs)
+    own = group.per_worker(*get_dispatch_mode(mode).dispatch_fn(group, *args, **kwargs))
+    return RoleCall(role, name, processes, invocation, ranks, own)
 
 
 def _as_list(argument: Any) -> Any:

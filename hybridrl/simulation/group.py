@@ -16,7 +16,7 @@ from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.node_slots import ResourcePool
 from hybridrl.single_controller.references import OutputRefs, materialize
-from hybridrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+from hybridrl.single_controller.worker_group import Arguments, ClassWithInitArgs, WorkerGroup
 
 
 class TimedWorkerGroup(LocalWorkerGroup[TimedWorker]):
@@ -43,21 +43,20 @@ class TimedWorkerGroup(LocalWorkerGroup[TimedWorker]):
         ]
         self.calls_s: dict[str, list[float]] = {}
 
-    def _submit(
+    def start_calls(
         self,
         method: str,
         ranks: Sequence[int],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
+        arguments: Sequence[Arguments],
         *,
         invocation: Invocation | None = None,
         with_num_rows: bool = False,
     ) -> OutputRefs:
         answers, starts, start_cpu_s = [], [], time.thread_time()
-        for rank, own_args, own_kwargs in zip(ranks, args, kwargs, strict=True):
+        for rank, own in zip(ranks, arguments, strict=True):
             with self.clock.in_worker():
-                read_args, read_kwargs = self._read(own_args, own_kwargs)
-                answer: Answer = getattr(self.members[rank], method)(*read_args, **read_kwargs)
+                args, kwargs = self._read(*own)
+                answer: Answer = getattr(self.members[rank], method)(*args, **kwargs)
                 answers.append(answer)
                 starts.append(self.clock.free_from((self.pool, rank)))
         self.clock.workers_cpu_s += time.thread_time() - start_cpu_s

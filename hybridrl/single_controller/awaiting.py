@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import CallTimeout, ConnectionLost, ObjectLost, WorkerLost
-from hybridrl.single_controller.call_chain import waiting_for
+from hybridrl.single_controller.call_cycles import waiting_for
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.monitoring.lost_workers import await_report, lost_reason
 from hybridrl.single_controller.monitoring.process_state import PROCESS
@@ -110,7 +110,7 @@ def wait_all(
         WorkerLost: a worker process died; names role, rank and method.
         ConnectionLost: a WorkerLost whose process lives, but was disconnected in a collective call.
         CallTimeout: past `timeout_s`; names the ranks without a result.
-        CallCycle: a worker cannot start the call, because it waits for the call that waits here.
+        CallCycle: the call waits for the call that waits here.
         Exception: raised in a worker, with its own type.
     """
     import ray

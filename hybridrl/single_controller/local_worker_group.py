@@ -15,7 +15,7 @@ from hybridrl.single_controller.monitoring.tracing import call_span
 from hybridrl.single_controller.placement.node_slots import ResourcePool
 from hybridrl.single_controller.references import OutputRefs, materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
-from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
+from hybridrl.single_controller.worker_group import Arguments, ClassWithInitArgs, W, WorkerGroup
 from hybridrl.system.rendezvous import reserve_address
 
 
@@ -39,12 +39,11 @@ class LocalWorkerGroup(WorkerGroup[W]):
         if isinstance(self.worker, Worker):
             self.worker.fused_worker_dict = {role: self.worker}
 
-    def _submit(
+    def start_calls(
         self,
         method: str,
         ranks: Sequence[int],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
+        arguments: Sequence[Arguments],
         *,
         invocation: Invocation | None = None,
         with_num_rows: bool = False,
@@ -52,9 +51,9 @@ class LocalWorkerGroup(WorkerGroup[W]):
         invocation = invocation or self.invocations.get(method)
         takes_futures = invocation is not None and not invocation.materialize_futures
         with call_span(self.role, 0, method):
-            own_args, own_kwargs = (args[0], kwargs[0]) if takes_futures else materialize(args[0], kwargs[0])
+            args, kwargs = arguments[0] if takes_futures else materialize(*arguments[0])
             function = find_function(self.worker, method, self.attributes.get(method, method), of=f"{self.role}-0")
-            output = resolve_awaitable(function(*own_args, **own_kwargs))
+            output = resolve_awaitable(function(*args, **kwargs))
         sizes = [len(output)] if with_num_rows and hasattr(output, "__len__") else None
         return OutputRefs([output], ranks=[0], fetch=list, sizes=sizes)
 

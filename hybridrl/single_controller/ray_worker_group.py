@@ -27,7 +27,6 @@ from typing import Any, Self
 from hybridrl.data_plane.batches import is_batch, size_in_bytes
 from hybridrl.errors import ConfigError
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait_all
-from hybridrl.single_controller.call_chain import CallHeader, current_chain
 from hybridrl.single_controller.cluster import get_value
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.lost_workers import lost_reason
@@ -36,10 +35,11 @@ from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.host_start import find_host
 from hybridrl.single_controller.processes.liveness import LivenessChecker
 from hybridrl.single_controller.processes.reattach import reattach_processes
+from hybridrl.single_controller.processes.worker_host import CallHeader
 from hybridrl.single_controller.processes.worker_processes import START_TIMEOUT_S, WorkerProcesses
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import RANK_VARIABLES, Worker
-from hybridrl.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
+from hybridrl.single_controller.worker_group import Arguments, ClassWithInitArgs, W, WorkerGroup
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs as RayClassWithInitArgs
 
 # Small values are cheaper to send with the call than to share through the object store.
@@ -153,12 +153,11 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     # -- calls
 
-    def _submit(
+    def start_calls(
         self,
         method: str,
         ranks: Sequence[int],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
+        arguments: Sequence[Arguments],
         *,
         invocation: Invocation | None = None,
         with_num_rows: bool = False,
@@ -170,15 +169,18 @@ class RayWorkerGroup(WorkerGroup[W]):
         threads = None if invocation is None else invocation.threads
         if threads is not None:
             options["concurrency_group"] = threads
-        header = CallHeader(self.processes.fencing_token, current_chain(), threads).encode()
+        header = self._header(method, threads)
         outputs = []
-        for rank, own_args, own_kwargs in zip(ranks, args, kwargs, strict=True):
+        for rank, (args, kwargs) in zip(ranks, arguments, strict=True):
             host = self.processes.hosts[rank]
             call = host.call_with_num_rows if with_num_rows else host.call
             call = call.options(**options) if options else call
-            outputs.append(call.remote(header, self.role, method, *own_args, **own_kwargs))
+            outputs.append(call.remote(header, *args, **kwargs))
         values, sizes = zip(*outputs, strict=True) if with_num_rows else (outputs, None)
         return self._references(method, ranks, values, sizes, invocation=invocation)
+
+    def _header(self, method: str, threads: str | None = None) -> list[Any]:
+        return list(CallHeader(self.processes.fencing_token, self.role, method, threads))
 
     def _check_callable(self, name: str, invocation: Invocation) -> None:
         # Ray ends a process that is called in a concurrency group that it does not have.
@@ -196,7 +198,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             CallTimeout: The actor does not answer; names the actor.
             ray.exceptions.RayActorError: The actor is lost.
         """
-        call = store.call.remote(self.workers, CallHeader(self.processes.fencing_token).encode(), self.role, method)
+        call = store.call.remote(self.workers, self._header(method))
         answer = get_value(call, what=f"the snapshot store's call of {self.role}.{method}()", timeout_s=STORE_TIMEOUT_S)
         return self._references(method, range(self.world_size), *answer)
 

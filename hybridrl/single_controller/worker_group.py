@@ -9,19 +9,19 @@ Subclasses provide the workers: `RayWorkerGroup` in processes, `LocalWorkerGroup
 """
 
 import functools
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
-from hybridrl.single_controller.dispatch import DispatchMode, get_dispatch_mode
+from hybridrl.single_controller.dispatch import get_dispatch_mode
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Execute, Invocation, endpoints_of
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker import Worker
 
 W = TypeVar("W")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a method: positional ones, and others by name
 
 
 class ClassWithInitArgs(Generic[W]):
@@ -106,62 +106,46 @@ class WorkerGroup(ABC, Generic[W]):
             ValueError: unknown dispatch mode.
             ConfigError: the call needs a concurrency group that the processes do not have.
         """
-        mode = get_dispatch_mode(invocation.dispatch)
+        get_dispatch_mode(invocation.dispatch)
         self._check_callable(name, invocation)
 
-        def run(args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Any:
-            args, kwargs = (args, kwargs) if invocation.pre is None else invocation.pre(*args, **kwargs)
-            result = self._run(name, invocation, mode, args, kwargs, wait=wait)
-            return result if invocation.post is None else invocation.post(result)
-
         def call(*args: Any, **kwargs: Any) -> Any:
-            return run(args, kwargs, wait=invocation.blocking)
+            return self._call(name, invocation, args, kwargs, wait=invocation.blocking)
 
         def submit(*args: Any, **kwargs: Any) -> Any:
-            return run(args, kwargs, wait=False)
-
-        def later(*args: Any, **kwargs: Any) -> Any:
-            warnings.warn(
-                f"{self.role}.{name}.later() is deprecated; use {name}.submit()", DeprecationWarning, stacklevel=2
-            )
-            return run(args, kwargs, wait=False)
+            return self._call(name, invocation, args, kwargs, wait=False)
 
         method = getattr(self.worker_cls, self.attributes.get(name, name), None)
         call = call if method is None else functools.wraps(method)(call)
-        call.submit, call.later = submit, later  # type: ignore[attr-defined]
+        call.submit = submit  # type: ignore[attr-defined]
         return call
 
-    def _run(
-        self,
-        name: str,
-        invocation: Invocation,
-        mode: DispatchMode,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        wait: bool,
+    def _call(
+        self, name: str, invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool
     ) -> Any:
+        """Call a method of the workers in the four steps of the module's description."""
+        if invocation.pre is not None:
+            args, kwargs = invocation.pre(*args, **kwargs)
         if invocation.execute == Execute.RANK_ZERO:
-            output = self._submit(name, [0], [args], [kwargs], invocation=invocation)
-            return self.fetch(output, method=name, timeout_s=invocation.timeout_s)[0] if wait else output
-        args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
-        if wait:
-            outputs = self._submit(name, range(self.world_size), *self.per_worker(args, kwargs), invocation=invocation)
-            return mode.collect_fn(self, self.fetch(outputs, method=name, timeout_s=invocation.timeout_s))
-        per_worker = self.per_worker(args, kwargs)
-        outputs = self._submit(name, range(self.world_size), *per_worker, invocation=invocation, with_num_rows=True)
-        return mode.collect_fn(self, outputs)
+            outputs: Any = self.start_calls(name, [0], [(args, kwargs)], invocation=invocation)
+            result = self.fetch(outputs, method=name, timeout_s=invocation.timeout_s)[0] if wait else outputs
+        else:
+            mode = get_dispatch_mode(invocation.dispatch)
+            arguments = self.per_worker(*mode.dispatch_fn(self, *args, **kwargs))
+            ranks = range(self.world_size)
+            outputs = self.start_calls(name, ranks, arguments, invocation=invocation, with_num_rows=not wait)
+            outputs = self.fetch(outputs, method=name, timeout_s=invocation.timeout_s) if wait else outputs
+            result = mode.collect_fn(self, outputs)
+        return result if invocation.post is None else invocation.post(result)
 
     def _check_callable(self, name: str, invocation: Invocation) -> None:
         """Raise ConfigError if the workers cannot run calls with this record."""
 
-    def per_worker(
-        self, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]]
-    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Transpose: one sequence over workers per argument -> one set of arguments per worker."""
-        ranks = range(self.world_size)
-        return [tuple(a[rank] for a in args) for rank in ranks], [
-            {k: v[rank] for k, v in kwargs.items()} for rank in ranks
+    def per_worker(self, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]]) -> list[Arguments]:
+        """Transpose: one sequence over workers per argument -> the arguments of each worker."""
+        return [
+            (tuple(argument[rank] for argument in args), {name: argument[rank] for name, argument in kwargs.items()})
+            for rank in range(self.world_size)
         ]
 
     def dp_layout(self, mesh_name: str) -> tuple[list[int], list[bool]]:
@@ -184,21 +168,21 @@ class WorkerGroup(ABC, Generic[W]):
 
     # -- calls by name: for methods that are not registered, and for one worker
 
-    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a method on one worker; return a reference to its output, for `fetch`."""
-        return self._submit(method, [rank], [args], [kwargs])[0]
-
-    def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method on one worker and return its output."""
-        return self.fetch(self._submit(method, [rank], [args], [kwargs]), method=method)[0]
-
     def execute_ranks_async(self, ranks: Sequence[int], method: str, *args: Any, **kwargs: Any) -> OutputRefs:
         """Start a method on these workers with the same arguments; return a reference to each output."""
-        return self._submit(method, ranks, [args] * len(ranks), [kwargs] * len(ranks))
+        return self.start_calls(method, ranks, [(args, kwargs)] * len(ranks))
 
     def execute_ranks(self, ranks: Sequence[int], method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method on these workers with the same arguments; return the outputs in the order of `ranks`."""
         return self.fetch(self.execute_ranks_async(ranks, method, *args, **kwargs), method=method)
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a method on one worker; return a reference to its output, for `fetch`."""
+        return self.start_calls(method, [rank], [(args, kwargs)])[0]
+
+    def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method on one worker and return its output."""
+        return self.fetch(self.start_calls(method, [rank], [(args, kwargs)]), method=method)[0]
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_async(0, method, *args, **kwargs)
@@ -211,9 +195,8 @@ class WorkerGroup(ABC, Generic[W]):
 
         Each argument is put once. Unlike in verl, a list is never split over workers; use `Dispatch.ALL_TO_ALL`.
         """
-        shared = [[self.put(a)] * self.world_size for a in args]
-        shared_kwargs = {k: [self.put(v)] * self.world_size for k, v in kwargs.items()}
-        return self._submit(method, range(self.world_size), *self.per_worker(shared, shared_kwargs))
+        shared = tuple(map(self.put, args)), {name: self.put(value) for name, value in kwargs.items()}
+        return self.start_calls(method, range(self.world_size), [shared] * self.world_size)
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method on every worker with the same arguments; return the outputs in worker order."""
@@ -225,12 +208,11 @@ class WorkerGroup(ABC, Generic[W]):
     # -- what subclasses provide
 
     @abstractmethod
-    def _submit(
+    def start_calls(
         self,
         method: str,
         ranks: Sequence[int],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
+        arguments: Sequence[Arguments],
         *,
         invocation: Invocation | None = None,
         with_num_rows: bool = False,
@@ -238,6 +220,7 @@ class WorkerGroup(ABC, Generic[W]):
         """Start a method on the workers `ranks`; return references to the outputs, in that order.
 
         Args:
+            arguments: of each of these workers.
             invocation: default the record with which the method is registered, if it is.
             with_num_rows: also return a reference to the number of rows of every output.
         """

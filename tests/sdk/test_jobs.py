@@ -66,8 +66,10 @@ def test_the_endpoints_deadline_is_kept(mock_result):
 
 
 def test_a_cycle_is_named_within_seconds(mock_result):
-    assert "actor-0.asks_rollout -> rollout-" in mock_result["check_a_cycle"]
-    assert ".asks_actor -> actor-0.weights" in mock_result["check_a_cycle"] and mock_result["check_a_cycle_s"] < 60
+    assert "actor-0.asks_rollout waits for rollout-" in mock_result["check_a_cycle"]
+    assert (
+        ".asks_actor waits for actor-0.weights" in mock_result["check_a_cycle"] and mock_result["check_a_cycle_s"] < 60
+    )
 
 
 def test_a_failure_keeps_the_tracebacks_of_all_hops(mock_result):

@@ -40,12 +40,6 @@ def test_a_non_blocking_call_has_completed_when_it_returns(adder):
     assert adder.add(future).batch["x"].tolist() == [200, 201]
 
 
-def test_later_is_a_deprecated_alias_of_submit(adder):
-    with pytest.warns(DeprecationWarning, match=r"adder.first_only.later\(\) is deprecated; use first_only.submit\(\)"):
-        outputs = adder.first_only.later(7)
-    assert adder.fetch(outputs) == adder.fetch(adder.first_only.submit(7)) == [(0, 7)]
-
-
 def test_an_exception_keeps_its_type(adder):
     with pytest.raises(KeyError, match="planted on 0"):
         adder.fail_on(0)

@@ -27,13 +27,13 @@ class SnapshotStore:
         """Return this process's id and its machine's."""
         return {"pid": os.getpid(), "machine": machine_id()}
 
-    def call(self, hosts: Sequence[Any], header: Sequence[Any], role: str, method: str) -> tuple[list[Any], list[Any]]:
+    def call(self, hosts: Sequence[Any], header: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Call a role's method in all processes; return references to the results and to their numbers of rows.
 
         Args:
-            header: of the calls, see `CallHeader.encode`.
+            header: of the calls, see `CallHeader`.
         """
-        outputs = [host.call_with_num_rows.options(num_returns=2).remote(header, role, method) for host in hosts]
+        outputs = [host.call_with_num_rows.options(num_returns=2).remote(header) for host in hosts]
         values, sizes = ([pair[i] for pair in outputs] for i in range(2))
         self._unstored += values
         return values, sizes

@@ -18,15 +18,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
 from hybridrl.errors import PlacementError
-from hybridrl.single_controller.call_chain import Awaited, CallHeader, CallInProgress, CallLink, executing
+from hybridrl.single_controller.call_cycles import Awaited, Blocker, CallInProgress, executing
 from hybridrl.single_controller.cluster import LOOPBACK, node_address, slot_from_name
 from hybridrl.single_controller.endpoints import find_function
-from hybridrl.single_controller.invocation import CONTROL, MAGIC_ATTR, Invocation, endpoints_of
+from hybridrl.single_controller.invocation import MAGIC_ATTR, Invocation, endpoints_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, HeartbeatClient
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, call_span, start_recording
@@ -37,15 +37,29 @@ from hybridrl.system.rendezvous import reserve_address
 MAX_REPORTED_CALLS = 50  # per heartbeat
 
 
+class CallHeader(NamedTuple):
+    """What every call carries beside its arguments. It is sent as a list, which Ray serializes faster than a class.
+
+    Attributes:
+        fencing_token: of the driver that made the call.
+        role, method: what is called: a method of the role's worker, or an endpoint that the process exported.
+        threads: concurrency group that executes the call; None for the thread of all other calls.
+    """
+
+    fencing_token: int
+    role: str
+    method: str
+    threads: str | None = None
+
+
 class WorkerHost:
     """Executes the calls of a `RayWorkerGroup` in a worker process, and sends heartbeats to the master if there is one.
 
     Attributes:
-        rank_info, actor: set by `setup`; the actor is Ray's name and id (hex) of this process.
+        rank_info: set by `setup`.
         endpoints: role -> endpoint -> the worker's attribute and its record.
-        calls: calls in progress by Ray's id of their task (hex).
         busy_s: `role.method` -> seconds spent in it.
-        running: calls in progress by number, oldest first: `role.method` and its start.
+        running: calls in progress by number, oldest first.
         num_calls: calls started so far.
         calls_started: `role.method` -> calls started so far.
         last_method: `role.method` of the call that ended last.
@@ -58,11 +72,9 @@ class WorkerHost:
         self.concurrency_groups = list(concurrency_groups)
         self.workers: dict[str, Any] = {}
         self.rank_info: RankInfo
-        self.actor: tuple[str, str]
         self.endpoints: dict[str, dict[str, tuple[str, Invocation]]] = {}
-        self.calls: dict[str, CallInProgress] = {}
         self.busy_s: dict[str, float] = {}
-        self.running: dict[int, tuple[str, float]] = {}
+        self.running: dict[int, CallInProgress] = {}
         self.call_numbers = itertools.count(1)
         self.num_calls = 0
         self.calls_started: dict[str, int] = {}
@@ -112,7 +124,7 @@ class WorkerHost:
         except Exception as error:
             error.add_note(_address(role, rank_info.rank, "setup"))
             raise
-        self.rank_info, self.actor = rank_info, _actor()
+        self.rank_info = rank_info
         if directory := os.environ.get(DIRECTORY_VARIABLE):
             start_recording(directory, f"{'+'.join(self.workers)}-{rank_info.rank}")
         for role, worker in self.workers.items():
@@ -144,13 +156,14 @@ class WorkerHost:
             else of `last_method`, were started. ended: `role.method` -> seconds of calls that ended since the previous
             heartbeat.
         """
-        doing, start = next(iter(list(self.running.values())), (None, 0.0))
+        oldest = next(iter(list(self.running.values())), None)
+        doing = None if oldest is None else f"{oldest.role}.{oldest.method}"
         ended: dict[str, list[float]] = {}
         for method, seconds in [self.finished_calls.popleft() for _ in range(len(self.finished_calls))]:
             ended.setdefault(method, []).append(round(seconds, 4))
         return {
             "doing": doing,
-            "elapsed_s": round(time.perf_counter() - start, 3) if doing else 0.0,
+            "elapsed_s": 0.0 if oldest is None else round(time.perf_counter() - oldest.start, 3),
             "calls": self.num_calls,
             "last_method": self.last_method,
             "call_number": self.calls_started.get(doing or self.last_method or "", 0),
@@ -188,32 +201,29 @@ class WorkerHost:
         """Accept calls from this driver only; refuse queued calls with a smaller fencing token."""
         self.fencing_token = max(self.fencing_token, fencing_token)
 
-    def call(self, header: Sequence[Any], role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, header: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method of one role's worker, or an endpoint that this process exported.
 
         References and futures among the arguments arrive as values.
 
         Args:
-            header: of the call, see `CallHeader.encode`.
+            header: the entries of a `CallHeader`.
 
         Raises:
             PlacementError: another driver has replaced the caller.
             AttributeError: there is no such method or endpoint; lists those that exist.
         """
-        received = CallHeader.decode(header)
-        if received.fencing_token < self.fencing_token:
+        fencing_token, role, method, threads = CallHeader(*header)
+        if fencing_token < self.fencing_token:
             raise PlacementError(
                 f"{role}-{self.rank_info.rank}: {method}() was called by a driver that another one has replaced"
             )
-        start = time.perf_counter()
+        name, call = f"{role}.{method}", CallInProgress(_task(), role, method, self.rank_info.rank, threads)
         number = self.num_calls = next(self.call_numbers)
-        name = f"{role}.{method}"
-        current = self._call_in_progress(received, role, method)
-        self.running[number] = (name, start)
-        self.calls[current.link.call] = current
+        self.running[number] = call
         self.calls_started[name] = self.calls_started.get(name, 0) + 1
         try:
-            with call_span(role, self.rank_info.rank, method), executing(current):
+            with call_span(role, self.rank_info.rank, method), executing(call):
                 function, invocation = self._find(role, method)
                 if invocation is None or invocation.materialize_futures:
                     args, kwargs = materialize(args, kwargs)
@@ -222,9 +232,8 @@ class WorkerHost:
             error.add_note(_address(role, self.rank_info.rank, method))
             raise
         finally:
-            self.running.pop(number, None)
-            self.calls.pop(current.link.call, None)
-            seconds = time.perf_counter() - start
+            del self.running[number]
+            seconds = time.perf_counter() - call.start
             self.busy_s[name] = self.busy_s.get(name, 0.0) + seconds
             self.finished_calls.append((name, seconds))
             self.last_method = name
@@ -235,51 +244,31 @@ class WorkerHost:
         function = find_function(self.workers[role], name, attribute, of=f"{role}-{self.rank_info.rank}")
         return function, getattr(function, MAGIC_ATTR, invocation)
 
-    def _call_in_progress(self, header: CallHeader, role: str, method: str) -> CallInProgress:
-        worker, answers = f"{role}-{self.rank_info.rank}", CONTROL in self.concurrency_groups
-        link = CallLink(*self.actor, _task(), worker, method, answers)
-        return CallInProgress((*header.chain, link), header.threads)
-
-    def is_blocked(self, call: str, next_call: str | None, wanted: tuple[str, str] | None) -> bool:
-        """Return whether a call of this process is in progress, and waits.
+    def blockers(self, role: str, method: str, calls: Sequence[str]) -> list[tuple[Blocker, list[Awaited]]]:
+        """Return the calls that have to end before these calls to this process can, with what they wait for.
 
         Called in the group `CONTROL`.
 
         Args:
-            call: Ray's id of the task (hex).
-            next_call: id of the call that it must wait for; None if the caller knows that it waits.
-            wanted: role and method of a further call to this process, which must need the same thread.
+            role, method: what was called; `describe` and its like are called under the label of the processes.
+            calls: Ray's ids (hex). A call that is not in progress waits for the thread that its method needs.
         """
-        found = self.calls.get(call)
-        if found is None or (next_call is not None and not found.waits_for(next_call)):
-            return False
-        return wanted is None or found.threads == self._threads_of(*wanted)
+        running = {call.call: call for call in list(self.running.values())}
+        found = [running[call].as_blocker() for call in calls if call in running]
+        if len(found) < len(calls):
+            invocation = self._find(role, method)[1] if role in self.workers else None
+            if invocation is None or invocation.threads is None:
+                worker = f"{role if role in self.workers else '+'.join(self.workers)}-{self.rank_info.rank}"
+                own = (call for call in running.values() if call.threads is None and call.call not in calls)
+                found += [call.as_blocker(awaited=f"{worker}.{method}") for call in own]
+        return found
 
-    def blockers(self, role: str, method: str) -> list[tuple[tuple[CallLink, ...], list[Awaited]]]:
-        """Return the calls in progress on the thread that a call of this method needs.
-
-        Called in the group `CONTROL`.
-
-        Returns:
-            Of each, its chain and its waits. Empty if the method has several threads.
-        """
-        if self._threads_of(role, method) is not None:
-            return []
-        return [(call.chain, list(call.waits)) for call in list(self.calls.values()) if call.threads is None]
-
-    def _threads_of(self, role: str, method: str) -> str | None:
-        # `describe` and its like are methods of this class, called under the label of the processes.
-        invocation = self._find(role, method)[1] if role in self.workers else None
-        return None if invocation is None else invocation.threads
-
-    def call_with_num_rows(
-        self, header: Sequence[Any], role: str, method: str, *args: Any, **kwargs: Any
-    ) -> tuple[Any, int | None]:
+    def call_with_num_rows(self, header: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
         """Run `call` and return its result and number of rows, as two objects.
 
         A caller that needs only some rows of several results fetches the numbers first.
         """
-        value = self.call(header, role, method, *args, **kwargs)
+        value = self.call(header, *args, **kwargs)
         return value, len(value) if hasattr(value, "__len__") else None
 
     def ping(self) -> None:
@@ -297,14 +286,6 @@ class WorkerHost:
 def _address(role: str, rank: int, method: str) -> str:
     # Added to an exception where it is raised: a failed result may be an argument of a later call elsewhere.
     return f"raised in {role}-{rank}, {method}()"
-
-
-def _actor() -> tuple[str, str]:
-    """Return the name and the id (hex) of this process's Ray actor."""
-    import ray
-
-    context = ray.get_runtime_context()
-    return context.get_actor_name() or "", context.get_actor_id() or ""
 
 
 def _task() -> str:

@@ -13,7 +13,7 @@ from hybridrl.master.jobs.roster import Roster
 from hybridrl.sdk import role_calls
 from hybridrl.single_controller import endpoints
 from hybridrl.single_controller.references import OutputRefs, resolve_awaitable
-from hybridrl.single_controller.worker_group import WorkerGroup
+from hybridrl.single_controller.worker_group import Arguments, WorkerGroup
 
 
 class ThreadWorkerGroup(WorkerGroup):
@@ -35,15 +35,14 @@ class ThreadWorkerGroup(WorkerGroup):
             if its_rank == rank and not output.done():
                 output.set_exception(WorkerLost(self.role, rank, "?", "it was ended by the test"))
 
-    def _submit(
+    def start_calls(
         self,
         method: str,
         ranks: Sequence[int],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
+        arguments: Sequence[Arguments],
         **_: Any,
     ) -> OutputRefs:
-        outputs = [self._start(method, *one) for one in zip(ranks, args, kwargs, strict=True)]
+        outputs = [self._start(method, rank, *own) for rank, own in zip(ranks, arguments, strict=True)]
         return OutputRefs(outputs, ranks=list(ranks), fetch=self.fetch)
 
     def _start(self, method: str, rank: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Future:

@@ -35,6 +35,10 @@ class Caller(Worker):
         self.relayed = self.groups[hops[0]].execute_rank_zero(*call)
         return self.relayed
 
+    @register(Dispatch.ONE_TO_ALL, timeout_s=30, concurrency=2)
+    def relay_meanwhile(self, hops: Sequence[str], method: str) -> Any:
+        return self.relay(hops, method)
+
     def last_relayed(self) -> Any:
         return self.relayed
 

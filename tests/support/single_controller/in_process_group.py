@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridrl.single_controller.invocation import Invocation
 from hybridrl.single_controller.references import OutputRefs
-from hybridrl.single_controller.worker_group import WorkerGroup
+from hybridrl.single_controller.worker_group import Arguments, WorkerGroup
 
 
 class InProcessGroup(WorkerGroup[Any]):
@@ -14,19 +14,18 @@ class InProcessGroup(WorkerGroup[Any]):
         super().__init__(type(workers[0]), role="sample", world_size=len(workers))
         self.workers = list(workers)
 
-    def _submit(
+    def start_calls(
         self,
         method: str,
         ranks: Sequence[int],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
+        arguments: Sequence[Arguments],
         *,
         invocation: Invocation | None = None,
         with_num_rows: bool = False,
     ) -> OutputRefs:
         attribute = self.attributes.get(method, method)
-        calls = zip(ranks, args, kwargs, strict=True)
-        outputs = [getattr(self.workers[rank], attribute)(*own_args, **own) for rank, own_args, own in calls]
+        calls = zip(ranks, arguments, strict=True)
+        outputs = [getattr(self.workers[rank], attribute)(*args, **kwargs) for rank, (args, kwargs) in calls]
         return OutputRefs(outputs, ranks=ranks, fetch=list)
 
     def fetch(self, references: list[Any], *, method: str = "get", timeout_s: float | None = None) -> list[Any]:
