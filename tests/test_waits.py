@@ -67,7 +67,7 @@ EXCEPTIONS = {
     "serving/openai/server.py": {"arrived.get()": LOOP},
     "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
     "serving/hybrid.py": {"work.result()": CALL},
-    "serving/loop_places.py": {"semaphore.places.acquire()": LOOP},
+    "serving/concurrency_limit.py": {"semaphore.slots.acquire()": LOOP},
     "serving/router.py": {"self._running.wait()": LOOP, "self._all_idle.wait()": CALL},
     "serving/service.py": {"future.result()": CALL},
     "single_controller/references.py": {

@@ -1,13 +1,11 @@
-"""Generate one response with several requests, each continuing where the previous one stopped.
+"""Continue a response behind the tokens that it has.
 
 Random numbers depend on the position in the response. With unchanged weights the tokens are therefore those of a single
-request. It makes no difference whether a weight push interrupted the response (`ReplicaRouter.pause`) or streaming
-split it into chunks.
-
-Used by agent loops and the OpenAI endpoint, on the router's event loop in the driver process.
+request. It makes no difference what interrupted the response: a weight push (`ReplicaRouter.pause`), a move to another
+replica, the limit of a partial rollout (`RowClient`), or the end of a chunk that is streamed (`generate_in_chunks`).
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,13 +18,33 @@ class PolicyClient(Protocol):
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput: ...
 
 
+def continued(request: Request, token_ids: Sequence[int], *, request_id: str, max_new_tokens: int) -> Request:
+    """Return the request for the next part of a response that has these tokens already."""
+    return replace(
+        request,
+        request_id=request_id,
+        prompt_ids=(*request.prompt_ids, *token_ids),
+        sampling=replace(request.sampling, max_new_tokens=max_new_tokens),
+        num_done=request.num_done + len(token_ids),
+    )
+
+
+def with_reason(output: TokenOutput, *, has_all: bool) -> TokenOutput:
+    """Return a part of a response with the reason "pause" if it must be continued.
+
+    Args:
+        output: As a `PolicyClient` returned it.
+        has_all: Whether the response has as many tokens as it may have.
+    """
+    if output.finish_reason in ("stop", "abort"):
+        return output
+    return replace(output, finish_reason="length" if has_all else "pause")
+
+
 async def generate_in_chunks(
     client: PolicyClient, request: Request, *, conversation: str | None = None, chunk_tokens: int | None = None
 ) -> AsyncIterator[TokenOutput]:
-    """Yield the tokens of a response as they are generated.
-
-    The last chunk has the reason why the response ended. Only it may have "stop" or "abort"; it has "length" only when
-    all of the request's `max_new_tokens` are generated. Other chunks have "pause" or "length" and may be empty.
+    """Yield the tokens of a response as they are generated. Only the last chunk has another reason than "pause".
 
     Args:
         client: Answers each part of the response.
@@ -34,25 +52,18 @@ async def generate_in_chunks(
         conversation: Routing key; default: the request's id.
         chunk_tokens: Most tokens per chunk; None ends a chunk only where a pause does.
     """
-    left, name = request.sampling.max_new_tokens, request.request_id
-    number, done = 0, list[int]()
-    while True:
-        part = replace(
-            request,
-            request_id=name if number == 0 else f"{name}+{number}",
-            prompt_ids=(*request.prompt_ids, *done),
-            sampling=replace(request.sampling, max_new_tokens=min(left, chunk_tokens or left)),
-            num_done=request.num_done + len(done),
-        )
+    limit, name = request.sampling.max_new_tokens, request.request_id
+    done, number = list[int](), 0
+    is_over = False
+    while not is_over:
+        left = limit - len(done)
+        part = continued(request, done, request_id=f"{name}+{number}", max_new_tokens=min(left, chunk_tokens or left))
         output = await client.generate(part, conversation=conversation or name)
         done += output.token_ids
-        left -= len(output.token_ids)
         number += 1
-        if output.finish_reason == "pause" and not left:
-            output = replace(output, finish_reason="length")
-        yield output
-        if output.finish_reason in ("stop", "abort") or not left:
-            return
+        chunk = with_reason(output, has_all=len(done) == limit)
+        is_over = chunk.finish_reason != "pause"
+        yield chunk
 
 
 def join_chunks(request_id: str, chunks: list[TokenOutput]) -> TokenOutput:

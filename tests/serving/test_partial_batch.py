@@ -11,9 +11,9 @@ from hybridrl.errors import AgentFailed
 from hybridrl.serving.agent_loop import batch as batch_module
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput
 from hybridrl.serving.agent_loop.batch import AgentBatch
+from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.recorded_row import pop_records, to_columns
-from hybridrl.serving.agent_loop.waits import EpisodeWaits
-from hybridrl.serving.loop_places import LoopPlaces
+from hybridrl.serving.concurrency_limit import ConcurrencyLimit
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -140,21 +140,21 @@ def test_a_deadline_counts_the_time_before_and_after_a_wait(monkeypatch):
     asyncio.run(check())
 
 
-def test_an_episode_that_waits_gives_its_place_to_the_next_one():
+def test_an_episode_that_waits_gives_its_slot_to_the_next_one():
     async def check() -> None:
-        places = LoopPlaces()
+        slots = ConcurrencyLimit()
 
         async def play(response, row) -> None:
-            async with EpisodeWaits.of(row).hold(places.acquire(1)):
+            async with EpisodeClock.of(row).hold(slots.acquire(1)):
                 await two_turns(response, row)
 
         batch, policy = new_batch(play, num_rows=3), Policy()
-        await advance(batch, policy, 5, version=1)  # hangs if the first row keeps the place
+        await advance(batch, policy, 5, version=1)  # hangs if the first row keeps the slot
         await advance(batch, policy, LENGTH, version=2)
         assert [output.token_versions[4:6] for output in batch.outputs] == [[1, 2]] * 3
-        await asyncio.wait_for(places.acquire(1), timeout=5)
-        with pytest.raises(TimeoutError):  # no place was given back twice
-            await asyncio.wait_for(places.acquire(1), timeout=0.05)
+        await asyncio.wait_for(slots.acquire(1), timeout=5)
+        with pytest.raises(TimeoutError):  # no slot was given back twice
+            await asyncio.wait_for(slots.acquire(1), timeout=0.05)
 
     asyncio.run(check())
 
@@ -249,7 +249,7 @@ def test_a_limit_that_has_passed_raises_as_without_waits():
     async def check() -> None:
         loop = Loop(two_turns, timeout_s=0.01)
         with pytest.raises(AgentFailed, match="Loop did not end within 0.01 s"):
-            async with loop.time_limit(EpisodeWaits()):
+            async with loop.time_limit(EpisodeClock()):
                 await asyncio.Event().wait()
 
     asyncio.run(check())

@@ -24,7 +24,7 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError
 from hybridrl.import_path import load_module
-from hybridrl.serving.agent_loop.waits import EpisodeWaits
+from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.store import SessionHost
 from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
@@ -221,18 +221,18 @@ class AgentLoop(ABC):
         """Return what `run` returns. Raises AgentFailed if it has not returned after `agent_timeout_s`."""
         if self.has_own_deadline:
             return await self.run(sampling_params, **row)
-        async with self.time_limit(EpisodeWaits.of(row)):
+        async with self.time_limit(EpisodeClock.of(row)):
             return await self.run(sampling_params, **row)
 
     @asynccontextmanager
-    async def time_limit(self, waits: EpisodeWaits) -> AsyncIterator[None]:
+    async def time_limit(self, clock: EpisodeClock) -> AsyncIterator[None]:
         """Limit a block to `agent_timeout_s`, not counting waits for new weights.
 
         Raises AgentFailed when it has not ended by then.
         """
         timeout_s = self.context.agent_timeout_s
         try:
-            async with waits.limit(timeout_s) as limit:
+            async with clock.limit(timeout_s) as limit:
                 yield
         except TimeoutError as error:
             if not limit.expired():
@@ -250,7 +250,7 @@ class AgentLoop(ABC):
         """End what the loop has started, once its rollout is closed."""
 
 
-HANDLES = ("request", "client", "waits")  # of a row, beside its columns: for `respond` and `time_limit`
+HANDLES = ("request", "client", "episode_clock")  # of a row, beside its columns: for `respond` and `time_limit`
 
 
 def columns_of(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from hybridrl.errors import CallTimeout
 from hybridrl.failure_policy import Budgets, Failure, FailureKind
 from hybridrl.serving.agent_loop import failures
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
+from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.recorded_row import RecordedRow
-from hybridrl.serving.agent_loop.waits import EpisodeWaits
-from hybridrl.serving.continuation import PolicyClient, generate_in_chunks, join_chunks
+from hybridrl.serving.continuation import PolicyClient, continued, join_chunks, with_reason
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -50,29 +50,15 @@ class PausablePolicy(PolicyClient, Protocol):
 
 
 @dataclass
-class _WaitingPolicy:
-    """The policy for a row whose deadlines stand still while weights are pushed."""
-
-    policy: PausablePolicy
-    waits: EpisodeWaits
-
-    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        if self.policy.is_paused:
-            with self.waits.waiting():
-                await self.policy.wait_until_running()
-        return await self.policy.generate(request, conversation=conversation)
-
-
-@dataclass
 class RowClient:
-    """The policy as the loop of one row sees it.
+    """The policy as the loop of one row sees it. Its turns are whole, however often a limit or a push interrupts them.
 
     Attributes:
         has_own_pace: The row has no limit.
         turns: Turns so far by their keys, recorded ones included; one with reason "pause" is continued.
         num_open: Turns that the loop waits for.
         num_waiting: Those of them that wait for a higher limit.
-        waits: Its deadlines, which stand still while a request waits.
+        clock: Its deadlines, which stand still while a request waits for weights.
     """
 
     batch: "AgentBatch"
@@ -81,8 +67,9 @@ class RowClient:
     is_finished: bool = False
     num_open: int = 0
     num_waiting: int = 0
-    waits: EpisodeWaits = field(default_factory=EpisodeWaits)
+    clock: EpisodeClock = field(default_factory=EpisodeClock)
     _occurrences: Counter[str] = field(default_factory=Counter)
+    _num_requests: int = 0  # to the router
     _num_answered: int = 0  # in the last `SETTLE_S` seconds, while other requests wait
 
     @property
@@ -93,19 +80,19 @@ class RowClient:
         return 0 < self.num_open == self.num_waiting and not self._num_answered
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        key, max_new_tokens = self._key_of(request), request.sampling.max_new_tokens
+        key = self._key_of(request)
         self.turns.setdefault(key, TokenOutput(request.request_id, [], [], "pause", -1))
         self.num_open += 1
         try:
             while (turn := self.turns[key]).finish_reason == "pause":
-                left = max_new_tokens - len(turn.token_ids)
                 tokens_left = self._limit - request.num_before - request.num_done - len(turn.token_ids)
                 if tokens_left <= 0:
                     await self._wait_for_limit()
-                    continue
-                self.turns[key] = await self._continue_turn(
-                    turn, request, min(left, tokens_left), is_last=left <= tokens_left, conversation=conversation
-                )
+                elif self.batch.router.is_paused:
+                    with self.clock.stopped():
+                        await self.batch.router.wait_until_running()
+                else:
+                    self.turns[key] = await self._continue_turn(turn, request, tokens_left, conversation=conversation)
             return replace(turn, request_id=request.request_id)
         finally:
             self.num_open -= 1
@@ -129,26 +116,25 @@ class RowClient:
         return self.batch.last_limit if self.has_own_pace else self.batch.limit
 
     async def _continue_turn(
-        self, turn: TokenOutput, request: Request, max_new_tokens: int, *, is_last: bool, conversation: str | None
+        self, turn: TokenOutput, request: Request, tokens_left: int, *, conversation: str | None
     ) -> TokenOutput:
-        """Return the turn with up to `max_new_tokens` more tokens. is_last: this is all that the turn may have."""
-        done = len(turn.token_ids)
-        rest = replace(
+        """Return the turn with up to `tokens_left` more tokens."""
+        left = request.sampling.max_new_tokens - len(turn.token_ids)
+        self._num_requests += 1
+        part = continued(
             request,
-            request_id=f"{request.request_id}@{done}",
-            prompt_ids=(*request.prompt_ids, *turn.token_ids),
-            sampling=replace(request.sampling, max_new_tokens=max_new_tokens),
-            num_done=request.num_done + done,
+            turn.token_ids,
+            request_id=f"{request.request_id}@{self._num_requests}",
+            max_new_tokens=min(left, tokens_left),
         )
-        policy = _WaitingPolicy(self.batch.router, self.waits)
-        chunks = generate_in_chunks(policy, rest, conversation=conversation or request.request_id)
-        whole = join_chunks(request.request_id, [turn, *[chunk async for chunk in chunks]])
-        return replace(whole, finish_reason="pause") if whole.finish_reason == "length" and not is_last else whole
+        output = await self.batch.router.generate(part, conversation=conversation or request.request_id)
+        whole = join_chunks(request.request_id, [turn, output])
+        return with_reason(whole, has_all=len(output.token_ids) == left)
 
     async def _wait_for_limit(self) -> None:
         self.num_waiting += 1
         try:
-            with self.waits.waiting():
+            with self.clock.stopped():
                 await self.batch.wait_for_raised_limit()
         finally:
             self.num_waiting -= 1
@@ -250,7 +236,7 @@ class AgentBatch:
         while True:
             client = self.clients[number]
             try:
-                output = await self._run_loop(row | {"client": client, "waits": client.waits}, bool(causes))
+                output = await self._run_loop(row | {"client": client, "episode_clock": client.clock}, bool(causes))
                 break
             except Exception as error:
                 sort = failures.sort_failure(error)

@@ -12,8 +12,8 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, register_agent_loop
+from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.programs.http_agent import AgentTask, HTTPAgentLoop
-from hybridrl.serving.agent_loop.waits import EpisodeWaits
 from hybridrl.serving.environments.pool import pool_of
 from hybridrl.serving.environments.process import NONSENSE
 from hybridrl.serving.environments.settings import load_environments, spec_of_row
@@ -36,12 +36,12 @@ class PlayedEnvironmentLoop(HTTPAgentLoop):
         for spec in self.specs.values():
             pool_of(spec).close()
 
-    def _place(self, waits: EpisodeWaits) -> AbstractAsyncContextManager[None]:
-        return nullcontext()  # the pool of the environment has the places
+    def _slot(self, clock: EpisodeClock) -> AbstractAsyncContextManager[None]:
+        return nullcontext()  # the pool of the environment has the slots
 
-    async def _call(self, task: AgentTask, waits: EpisodeWaits) -> Any:
+    async def _call(self, task: AgentTask, clock: EpisodeClock) -> Any:
         spec, kwargs = spec_of_row(self.specs, task.row)
-        async with pool_of(spec).take(waits) as environment, self.time_limit(waits):
+        async with pool_of(spec).take(clock) as environment, self.time_limit(clock):
             endpoint = {"base_url": task.base_url, "api_key": task.api_key, "model": task.model}
             columns = {**task.row, **endpoint, "name": spec.name, "kwargs": kwargs}
             reward = await environment.play(columns)

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
-from hybridrl.serving.agent_loop.waits import EpisodeWaits
+from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
+from hybridrl.serving.concurrency_limit import ConcurrencyLimit
 from hybridrl.serving.environments.process import EnvironmentProcess
 from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
-from hybridrl.serving.loop_places import LoopPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -23,21 +23,21 @@ _lock = threading.Lock()
 
 
 class EnvironmentPool:
-    """At most `spec.num_processes` episodes work at the same time on each event loop; others wait for a place.
+    """At most `spec.num_processes` episodes work at the same time on each event loop; others wait for a slot.
 
-    An episode that waits for new weights keeps its process, and gives its place to another one.
+    An episode that waits for new weights keeps its process, and gives its slot to another one.
     """
 
     def __init__(self, spec: EnvironmentSpec):
         self.spec = spec
         self._idle: list[EnvironmentProcess] = []
         self._has_worked = False  # whether a process has loaded the class
-        self._places = LoopPlaces()
+        self._slots = ConcurrencyLimit()
 
     @asynccontextmanager
-    async def take(self, waits: EpisodeWaits) -> AsyncIterator[EnvironmentProcess]:
+    async def take(self, clock: EpisodeClock) -> AsyncIterator[EnvironmentProcess]:
         """Give one process, for one episode. It is ended if the block raises or is cancelled."""
-        async with waits.hold(self._places.acquire(self.spec.num_processes)):
+        async with clock.hold(self._slots.acquire(self.spec.num_processes)):
             process = self._pop() or await self._start()
             try:
                 yield process
@@ -57,7 +57,7 @@ class EnvironmentPool:
         failures: list[Exception] = []
 
         async def start() -> None:
-            async with self.take(EpisodeWaits()):
+            async with self.take(EpisodeClock()):
                 pass
 
         def run() -> None:

@@ -16,7 +16,7 @@ from hybridrl.serving.agent_loop.base import (
     columns_of,
     register_agent_loop,
 )
-from hybridrl.serving.agent_loop.waits import EpisodeWaits
+from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.environments.base import Answer, Messages
 from hybridrl.serving.environments.pool import EnvironmentPool, pool_of
 from hybridrl.serving.environments.process import EnvironmentProcess
@@ -50,8 +50,8 @@ class EnvironmentAgentLoop(AgentLoop):
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         spec, kwargs = spec_of_row(self.specs, row)
-        waits = EpisodeWaits.of(row)
-        async with pool_of(spec).take(waits) as environment, self.time_limit(waits):
+        clock = EpisodeClock.of(row)
+        async with pool_of(spec).take(clock) as environment, self.time_limit(clock):
             added = {"name": spec.name, "kwargs": kwargs, "seed": row["request"].seed % 2**31}
             first = await environment.reset(columns_of(row) | added)
             return await self.play(environment, first, sampling_params, row)

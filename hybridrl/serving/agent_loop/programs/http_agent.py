@@ -24,10 +24,10 @@ from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.import_path import load_object
 from hybridrl.rewards.sample_score import as_number
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
+from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.programs.session_episode import SessionEpisode
 from hybridrl.serving.agent_loop.tools.tool_threads import ToolExit, ToolHangs, call_in_thread
-from hybridrl.serving.agent_loop.waits import EpisodeWaits
-from hybridrl.serving.loop_places import LoopPlaces
+from hybridrl.serving.concurrency_limit import ConcurrencyLimit
 from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess, ProcessLimits
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
@@ -40,7 +40,7 @@ MAX_ROW_BYTES = 100_000  # Linux takes 128 KiB per environment variable
 MAX_OUTPUT_MB = 1.0  # of a command
 POLL_PERIOD_S = 0.05
 
-_places = LoopPlaces()  # of all loop objects
+_slots = ConcurrencyLimit()  # of all loop objects
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class HTTPAgentLoop(AgentLoop):
     async def _run_agent(self, task: AgentTask, episode: SessionEpisode) -> float | None:
         """Return the reward that the agent returned. An agent that ran out of tokens may fail because of that."""
         try:
-            async with self._place(episode.waits):
-                returned = await self._call(task, episode.waits)
+            async with self._slot(episode.clock):
+                returned = await self._call(task, episode.clock)
         except AgentFailed:
             if episode.ended_by_length:
                 return None
@@ -131,19 +131,19 @@ class HTTPAgentLoop(AgentLoop):
             raise AgentFailed(f"{self.player} returned {reward}", cause="reward not finite")
         return reward
 
-    def _place(self, waits: EpisodeWaits) -> AbstractAsyncContextManager[None]:
-        """Wait for a place among the agents of this event loop, and hold it until the agent ends or first waits."""
+    def _slot(self, clock: EpisodeClock) -> AbstractAsyncContextManager[None]:
+        """Wait for a slot among the agents of this event loop, and hold it until the agent ends or first waits."""
         limit = MAX_COROUTINES if inspect.iscoroutinefunction(self._function) else MAX_PROCESSES
-        return waits.hold(_places.acquire(limit))
+        return clock.hold(_slots.acquire(limit))
 
-    async def _call(self, task: AgentTask, waits: EpisodeWaits) -> Any:
+    async def _call(self, task: AgentTask, clock: EpisodeClock) -> Any:
         try:
-            async with self.time_limit(waits):
+            async with self.time_limit(clock):
                 if self._function is None:
                     return await _run_command(self._command, task.environment())
                 if inspect.iscoroutinefunction(self._function):
                     return await self._function(task)
-                return await call_in_thread(self._run_function, {"task": task}, has_place=True)
+                return await call_in_thread(self._run_function, {"task": task}, has_slot=True)
         except (AgentFailed, ConfigError, DataError):
             raise
         except (Exception, ToolHangs, ToolExit) as error:

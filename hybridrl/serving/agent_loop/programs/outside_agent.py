@@ -34,7 +34,7 @@ class OutsideAgentLoop(AgentLoop):
         offered = episode.host.episodes.offer(episode.session, episode.columns)
         try:
             await asyncio.wrap_future(offered.claimed)
-            async with self.time_limit(episode.waits):
+            async with self.time_limit(episode.clock):
                 end = await asyncio.wrap_future(offered.ended)
         finally:
             episode.host.episodes.withdraw(offered)

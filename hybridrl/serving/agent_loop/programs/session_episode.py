@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, HybridRLError, RequestFailed
 from hybridrl.serving.agent_loop.base import AgentLoopContext, AgentLoopOutput, columns_of
-from hybridrl.serving.agent_loop.waits import EpisodeWaits
+from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.rows import SessionRow, session_rows
 from hybridrl.serving.sessions.session import EpisodeLimits, Session
@@ -56,7 +56,7 @@ class SessionEpisode:
     client: LoopClient
     columns: dict[str, Any]
     context: AgentLoopContext
-    waits: EpisodeWaits
+    clock: EpisodeClock
 
     @classmethod
     def open(
@@ -70,7 +70,7 @@ class SessionEpisode:
         session = context.session_host.sessions.open_episode(
             EpisodeLimits(client, sampling, request.seed, request.sample, *limits)
         )
-        return cls(context.session_host, session, client, columns_of(row), context, EpisodeWaits.of(row))
+        return cls(context.session_host, session, client, columns_of(row), context, EpisodeClock.of(row))
 
     def close(self) -> None:
         """Answer no more requests."""

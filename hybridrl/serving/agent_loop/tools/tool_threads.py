@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from hybridrl.serving.loop_places import LoopPlaces
+from hybridrl.serving.concurrency_limit import ConcurrencyLimit
 
 MAX_RUNNING = 32  # calls of one tool at the same time; others wait without using up their time
 MAX_ABANDONED = 64  # threads of one tool that have not returned in time; then it is not called any more
@@ -30,13 +30,13 @@ class ToolExit(Exception):
         super().__init__(f"it raised {type(error).__name__}: {error}")
 
 
-_places = LoopPlaces()
+_slots = ConcurrencyLimit()
 _abandoned: Counter[Callable] = Counter()
 _lock = threading.Lock()
 
 
 async def call_in_thread(
-    function: Callable, arguments: dict[str, Any], *, timeout_s: float | None = None, has_place: bool = False
+    function: Callable, arguments: dict[str, Any], *, timeout_s: float | None = None, has_slot: bool = False
 ) -> Any:
     """Return what the function returns.
 
@@ -44,7 +44,7 @@ async def call_in_thread(
         function: Any callable.
         arguments: Its keyword arguments.
         timeout_s: Seconds for the call, from when it begins. Its thread goes on after that. None: the caller limits it.
-        has_place: The caller limits how many calls there are at the same time.
+        has_slot: The caller limits how many calls there are at the same time.
 
     Raises:
         TimeoutError: It has not returned in time.
@@ -52,7 +52,7 @@ async def call_in_thread(
         ToolExit: It raised SystemExit, KeyboardInterrupt or the like.
         Exception: What else the function raises.
     """
-    async with nullcontext() if has_place else _places.take(MAX_RUNNING, of=function):
+    async with nullcontext() if has_slot else _slots.take(MAX_RUNNING, of=function):
         if _abandoned[function] >= MAX_ABANDONED:
             raise ToolHangs(f"{MAX_ABANDONED} earlier calls have not returned; it is not called any more")
         call = _Call(function, arguments)

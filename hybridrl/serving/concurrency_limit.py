@@ -1,4 +1,4 @@
-"""`LoopPlaces`: how many tasks of an event loop may do the same at the same time.
+"""`ConcurrencyLimit`: a semaphore per event loop and kind of work, dropped when unused.
 
 Used by agent loops, tools and environments. A semaphore belongs to one event loop and keeps it alive once a task has
 waited for it. Several event loops live one after the other in a process, so a semaphore here lives only while it is in
@@ -11,32 +11,23 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+Release = Callable[[], None]  # gives a slot back; called once, on the event loop of the task that has it
+
 
 @dataclass
 class _Semaphore:
-    places: asyncio.Semaphore
-    num_users: int = 0  # tasks that have a place or wait for one
+    slots: asyncio.Semaphore
+    num_users: int = 0  # tasks that have a slot or wait for one
 
 
-@dataclass(eq=False)
-class Place:
-    """One place that a task has.
-
-    Attributes:
-        release: Gives it back. Called once, on the event loop of the task.
-    """
-
-    release: Callable[[], None]
-
-
-class LoopPlaces:
-    """Places for tasks, counted for each event loop and each kind of work."""
+class ConcurrencyLimit:
+    """Slots for tasks, counted for each event loop and each kind of work."""
 
     def __init__(self) -> None:
         self._semaphores: dict[tuple[asyncio.AbstractEventLoop, Hashable], _Semaphore] = {}
 
-    async def acquire(self, limit: int, *, of: Hashable = None) -> Place:
-        """Wait for one of `limit` places of the running event loop, and return it.
+    async def acquire(self, limit: int, *, of: Hashable = None) -> Release:
+        """Wait for one of `limit` slots of the running event loop, and return what gives it back.
 
         Args:
             limit: The same for every task of a kind.
@@ -46,23 +37,23 @@ class LoopPlaces:
         semaphore = self._semaphores.setdefault(key, _Semaphore(asyncio.Semaphore(limit)))
         semaphore.num_users += 1
         try:
-            await semaphore.places.acquire()
+            await semaphore.slots.acquire()
         except BaseException:
             self._leave(key)
             raise
-        return Place(partial(self._release, key))
+        return partial(self._release, key)
 
     @asynccontextmanager
     async def take(self, limit: int, *, of: Hashable = None) -> AsyncIterator[None]:
-        """Have a place, as `acquire` returns it, for a block."""
-        place = await self.acquire(limit, of=of)
+        """Have a slot, as `acquire` returns it, for a block."""
+        release = await self.acquire(limit, of=of)
         try:
             yield
         finally:
-            place.release()
+            release()
 
     def _release(self, key: tuple[asyncio.AbstractEventLoop, Hashable]) -> None:
-        self._semaphores[key].places.release()
+        self._semaphores[key].slots.release()
         self._leave(key)
 
     def _leave(self, key: tuple[asyncio.AbstractEventLoop, Hashable]) -> None:

@@ -1,4 +1,4 @@
-"""Places of an event loop are limited per kind of work, and do not keep the loop alive."""
+"""Slots of an event loop are limited per kind of work, and do not keep the loop alive."""
 
 import asyncio
 import gc
@@ -6,17 +6,17 @@ import weakref
 
 import pytest
 
-from hybridrl.serving.loop_places import LoopPlaces
+from hybridrl.serving.concurrency_limit import ConcurrencyLimit
 
 LIMIT = 2
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_tasks_wait_for_a_place_of_their_kind_and_an_ended_event_loop_is_freed(cancelled):
-    places, most = LoopPlaces(), {"a": 0, "b": 0}
+def test_tasks_wait_for_a_slot_of_their_kind_and_an_ended_event_loop_is_freed(cancelled):
+    slots, most = ConcurrencyLimit(), {"a": 0, "b": 0}
 
     async def work(kind: str, open_now: dict[str, int]) -> None:
-        async with places.take(LIMIT, of=kind):
+        async with slots.take(LIMIT, of=kind):
             open_now[kind] += 1
             most[kind] = max(most[kind], open_now[kind])
             await asyncio.sleep(0.01)
@@ -28,7 +28,7 @@ def test_tasks_wait_for_a_place_of_their_kind_and_an_ended_event_loop_is_freed(c
         if cancelled:
             await asyncio.sleep(0.005)
             for task in tasks:
-                task.cancel()  # two have a place of their kind, three wait for one
+                task.cancel()  # two have a slot of their kind, three wait for one
         await asyncio.gather(*tasks, return_exceptions=True)
         return weakref.ref(asyncio.get_running_loop())
 

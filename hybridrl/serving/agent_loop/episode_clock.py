@@ -1,8 +1,8 @@
-"""`EpisodeWaits`: an episode that waits for new weights uses up neither its time nor a place of another one.
+"""`EpisodeClock`: the deadlines and the slot of an episode, which stop while it waits for new weights.
 
-With partial rollouts a request of an episode waits until the next weights are there. `RowClient` reports that here.
-Agent loops enter their deadlines and places here; each row has an object of its own, as `row["waits"]`. Runs in the
-driver process, on the event loop of the agent loops.
+With partial rollouts a request of an episode waits until the next weights are there. `RowClient` stops the clock
+meanwhile. Agent loops enter their deadlines and slots here. Each row has a clock of its own, `row["episode_clock"]`.
+Runs in the driver process, on the event loop of the agent loops.
 """
 
 import asyncio
@@ -11,22 +11,22 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from hybridrl.serving.loop_places import Place
+from hybridrl.serving.concurrency_limit import Release
 
 
-class EpisodeWaits:
-    """The waits of one episode. Deadlines stand still while at least one of its requests waits."""
+class EpisodeClock:
+    """The time of one episode. It stands still while at least one of its requests waits."""
 
     def __init__(self) -> None:
         self._num_waiting = 0
         self._running: set[asyncio.Timeout] = set()
         self._left_s: dict[asyncio.Timeout, float] = {}  # of deadlines that stand still
-        self._held: list[Place] = []
+        self._held: list[Release] = []
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "EpisodeWaits":
-        """Return those of a row, or new ones where nothing reports waits."""
-        return row.get("waits") or cls()
+    def of(cls, row: Mapping[str, Any]) -> "EpisodeClock":
+        """Return that of a row, or a new one where nothing stops it."""
+        return row.get("episode_clock") or cls()
 
     @asynccontextmanager
     async def limit(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
@@ -40,47 +40,44 @@ class EpisodeWaits:
                 self._left_s.pop(limit, None)
 
     @asynccontextmanager
-    async def hold(self, acquired: Awaitable[Place]) -> AsyncIterator[None]:
-        """Wait for a place (`LoopPlaces.acquire`), and hold it until the block ends or the episode first waits.
+    async def hold(self, acquired: Awaitable[Release]) -> AsyncIterator[None]:
+        """Wait for a slot (`ConcurrencyLimit.acquire`), and hold it until the block ends or the episode first waits.
 
         An episode that waits would otherwise keep others from beginning, among them those that it waits for.
         """
-        place = await acquired
-        self._held.append(place)
+        release = await acquired
+        self._held.append(release)
         try:
             yield
         finally:
-            if place in self._held:
-                self._held.remove(place)
-                place.release()
+            if release in self._held:
+                self._held.remove(release)
+                release()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Mark a block in which a request of the episode waits for new weights."""
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock for a block, in which a request of the episode waits for new weights."""
         self._num_waiting += 1
         if self._num_waiting == 1:
-            self._release_places()
-            self._stop_clocks()
+            self._stop()
         try:
             yield
         finally:
             self._num_waiting -= 1
             if not self._num_waiting:
-                self._start_clocks()
+                self._start()
 
-    def _release_places(self) -> None:
+    def _stop(self) -> None:
         held, self._held = self._held, []
-        for place in held:
-            place.release()
-
-    def _stop_clocks(self) -> None:
+        for release in held:
+            release()
         now = asyncio.get_running_loop().time()
         for limit in self._running:
             if (until := limit.when()) is not None and not limit.expired():
                 self._left_s[limit] = until - now
                 limit.reschedule(None)
 
-    def _start_clocks(self) -> None:
+    def _start(self) -> None:
         now = asyncio.get_running_loop().time()
         for limit, left_s in self._left_s.items():
             limit.reschedule(now + left_s)
