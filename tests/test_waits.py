@@ -58,18 +58,15 @@ EXCEPTIONS = {
     },
     "serving/agent_loop/batch.py": {"raised.wait()": LOOP, "task.result()": DONE, "task.exception()": DONE},
     "serving/agent_loop/manager.py": {
-        "self.work.wait()": CALL,
-        "receive().wait()": CALL,
+        "self.done.result()": CALL,
         "partial.get()": CALL,
     },
-    "serving/agent_loop/work_queue.py": {"self._done.result()": CALL},
+    "serving/concurrency_limit.py": {"semaphore.slots.acquire()": LOOP},
     "serving/environments/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "serving/openai/server.py": {"arrived.get()": LOOP},
     "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
-    "serving/hybrid.py": {"work.result()": CALL},
-    "serving/concurrency_limit.py": {"semaphore.slots.acquire()": LOOP},
-    "serving/router.py": {"self._running.wait()": LOOP, "self._all_idle.wait()": CALL},
-    "serving/service.py": {"future.result()": CALL},
+    "serving/router.py": {"self._resumed.wait()": LOOP, "asyncio.wait(pumps)": CALL, "pump.exception()": DONE},
+    "serving/service.py": {"future.result()": CALL, "self.done.result()": CALL, "receive().wait()": CALL},
     "single_controller/references.py": {
         "argument.get()": CALL,
         "asyncio.run_coroutine_threadsafe(value, _event_loop()).result()": "user code in a worker: its caller has a "

@@ -56,7 +56,7 @@ class Replicas(Protocol):
 
 
 class GroupReplicas:
-    """Workers of a group with a `serve` method (`ActorRolloutRefWorker`) as replicas.
+    """Workers with a `serve` method (`ActorRolloutRefWorker`) as replicas.
 
     The adjacent workers of one engine are one replica. They get the same calls, the first one's answer counts, and if
     one of them is lost, all are.
@@ -68,6 +68,10 @@ class GroupReplicas:
         resync: Sends the current weights to the workers of these ranks, which were just restarted. None: dead workers
             cannot be replaced here.
         num_peers: Workers of a replica.
+        hybrid_group: Another group, whose workers also train. Its replicas follow those of `group`.
+
+    Attributes:
+        hybrid: Numbers of the replicas of `hybrid_group`.
     """
 
     def __init__(
@@ -78,31 +82,35 @@ class GroupReplicas:
         progress_timeout_s: float,
         resync: Resync | None = None,
         num_peers: int = 1,
+        hybrid_group: Any = None,
     ):
         self.group, self.version, self.progress_timeout_s, self.resync = group, version, progress_timeout_s, resync
-        self.num_replicas, self.can_respawn = group.world_size // num_peers, resync is not None
-        self.num_peers = num_peers
+        self.num_peers, self.hybrid_group, self.can_respawn = num_peers, hybrid_group, resync is not None
+        num_own = group.world_size // num_peers
+        num_hybrid = 0 if hybrid_group is None else hybrid_group.world_size // num_peers
+        self.num_replicas, self.hybrid = num_own + num_hybrid, range(num_own, num_own + num_hybrid)
 
-    def ranks(self, replica: int) -> range:
-        """Return the ranks of a replica's workers."""
-        return range(replica * self.num_peers, (replica + 1) * self.num_peers)
+    def _workers_of(self, replica: int) -> tuple[Any, range]:
+        """Return the group of a replica's workers, and their ranks in it."""
+        group = self.hybrid_group if replica in self.hybrid else self.group
+        place = replica - self.hybrid.start if replica in self.hybrid else replica
+        return group, range(place * self.num_peers, (place + 1) * self.num_peers)
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
-        references = self.group.execute_ranks_async(
-            self.ranks(replica), "serve", requests, aborted, SLICE_S, self.version
-        )
-        return self.group.fetch(references, method="serve", timeout_s=self.progress_timeout_s)[0]
+        group, ranks = self._workers_of(replica)
+        references = group.execute_ranks_async(ranks, "serve", requests, aborted, SLICE_S, self.version)
+        return group.fetch(references, method="serve", timeout_s=self.progress_timeout_s)[0]
 
     def respawn(self, replica: int) -> None:
-        ranks = self.ranks(replica)
-        if self.resync is None:
-            raise NotReplaceable(f"{self.group.role}-{ranks[0]} also trains; the trainer restarts it, not the router")
+        group, ranks = self._workers_of(replica)
+        if self.resync is None or group is not self.group:
+            raise NotReplaceable(f"{group.role}-{ranks[0]} also trains; the trainer restarts it, not the router")
         try:
-            self.group.respawn(*ranks)
-            self.group.execute_ranks(ranks, "init_model")
+            group.respawn(*ranks)
+            group.execute_ranks(ranks, "init_model")
             self.resync(ranks)
         except WorkerLost as error:
-            if error.role == self.group.role and error.rank in ranks:
+            if error.role == group.role and error.rank in ranks:
                 raise LostDuringRestart(error) from error
             raise  # of another process, such as the actor that has the weights
 
@@ -113,7 +121,6 @@ class ReplicaOutage:
 
     Attributes:
         cause: Type and message of the error.
-        last_ok_at: Last answer before the loss.
         lost_at: When the router stopped routing to it.
         restored_at: When the router routed to it again; None while it is out.
         num_retried: Requests that were sent to other replicas.
@@ -121,7 +128,6 @@ class ReplicaOutage:
 
     replica: int
     cause: str
-    last_ok_at: float
     lost_at: float
     restored_at: float | None = None
     num_retried: int = 0

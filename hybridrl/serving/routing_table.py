@@ -1,33 +1,66 @@
-"""Decide which replica gets a request. Pure bookkeeping: waits for nothing and calls nothing.
+"""What each replica does, and which one gets a request. Pure bookkeeping: waits for nothing and calls nothing.
 
-`router.py` is the only user. The first rule that names a healthy replica decides:
+`router.py` is the only user. `ReplicaState` says what a replica does, `NEXT_STATES` how that may change:
+
+    RESTARTING > IDLE      a new process serves once the router resumes it, which is at once if it is not paused
+    SERVING > STOPPING     the router is paused or closed, or the replica leaves
+    IDLE > AWAY > IDLE     its processes do other work in between (`trainer.hybrid_rollout`)
+
+Only serving replicas get requests. A broken replica fails fast, so otherwise it would always be the least loaded. The
+first rule that names a serving replica decides:
 
 1. the replica that has this conversation,
 2. the replica with most of the prompt in its cache, unless it has more open requests than another by over `slack`,
 3. the replica with the fewest open requests, then with the fewest requests so far.
-
-Only healthy replicas count. A broken replica fails fast, so otherwise it would always be the least loaded.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from enum import Enum
 
 BLOCK_TOKENS = 16  # prompts are compared in blocks of this size, as engines cache them
 MAX_PREFIXES = MAX_CONVERSATIONS = 65536  # stored; the least recently used ones are dropped
 
 
-class RoutingTable:
-    """Open requests, conversations and cached prefixes per replica.
+class ReplicaState(Enum):
+    """What a replica does. In the first three states a task of the router works on it."""
 
-    A request is open from `assign` until `finish`, or until its replica is lost. All replicas are healthy at first.
+    SERVING = "gets requests, in one call after another"
+    STOPPING = "gets no more requests, and those that it has end"
+    RESTARTING = "was lost, and a new process is started in its place"
+    IDLE = "gets no calls until the router resumes it"
+    AWAY = "takes no part until it joins"
+    GIVEN_UP = "was lost for good"
+
+
+NEXT_STATES = {
+    ReplicaState.SERVING: {ReplicaState.STOPPING, ReplicaState.RESTARTING},
+    ReplicaState.STOPPING: {ReplicaState.IDLE, ReplicaState.RESTARTING},
+    ReplicaState.RESTARTING: {ReplicaState.IDLE, ReplicaState.GIVEN_UP},
+    ReplicaState.IDLE: {ReplicaState.SERVING, ReplicaState.AWAY},
+    ReplicaState.AWAY: {ReplicaState.IDLE},
+    ReplicaState.GIVEN_UP: set(),
+}
+
+
+class RoutingTable:
+    """State, open requests, conversations and cached prefixes per replica.
+
+    A request is open from `assign` until `finish`, or until its replica is lost. At first replicas are idle.
 
     Args:
         num_replicas: Number of replicas.
+        away: Those of them that are away at first.
         slack: How many more open requests a replica with a cached prefix may have.
+
+    Attributes:
+        states: State of each replica; `move` changes it.
+        serving: Replicas in the state SERVING.
     """
 
-    def __init__(self, num_replicas: int, *, slack: int = 4):
-        self.healthy = set(range(num_replicas))
+    def __init__(self, num_replicas: int, *, away: Collection[int] = (), slack: int = 4):
+        self.states = [ReplicaState.AWAY if i in away else ReplicaState.IDLE for i in range(num_replicas)]
+        self.serving: set[int] = set()
         self.slack = slack
         self._replica_of: dict[str, int] = {}  # open request -> replica
         self._num_open = [0] * num_replicas
@@ -35,17 +68,40 @@ class RoutingTable:
         self._conversations: OrderedDict[str, int] = OrderedDict()  # -> replica
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # hash of a prompt's first blocks -> replica
 
+    def move(self, replica: int, state: ReplicaState) -> None:
+        """Give a replica another state. Raises ValueError if `NEXT_STATES` has no such change.
+
+        One that was lost or away has lost its cache. It counts as having had as many requests as the others, so that it
+        is not flooded.
+        """
+        before = self.states[replica]
+        if state not in NEXT_STATES[before]:
+            raise ValueError(f"replica {replica} is {before.name} and cannot become {state.name}")
+        self.states[replica] = state
+        if state is ReplicaState.SERVING:
+            self.serving.add(replica)
+        else:
+            self.serving.discard(replica)
+        if state in (ReplicaState.RESTARTING, ReplicaState.AWAY):
+            self._prefixes = OrderedDict((key, where) for key, where in self._prefixes.items() if where != replica)
+        if before in (ReplicaState.RESTARTING, ReplicaState.AWAY):
+            self._num_assigned[replica] = max(self._num_assigned)
+
+    def in_state(self, *states: ReplicaState) -> list[int]:
+        """Return the replicas that are in one of these states."""
+        return [replica for replica, state in enumerate(self.states) if state in states]
+
     def assign(self, request_id: str, prompt_ids: Sequence[int], *, conversation: str) -> int | None:
-        """Open a request on a replica and return the replica; None while none is healthy."""
+        """Open a request on a replica and return the replica; None while none serves."""
         if request_id in self._replica_of:
             raise ValueError(
                 f"request {request_id!r} is open already, on replica {self._replica_of[request_id]}; ids must differ"
             )
-        if not self.healthy:
+        if not self.serving:
             return None
         prefixes = _prefixes(prompt_ids)
         chosen = self._conversations.get(conversation)
-        if chosen not in self.healthy:
+        if chosen not in self.serving:
             chosen = self._replica_with_prefix(prefixes)
         if chosen is None:
             chosen = self._least_loaded()
@@ -67,27 +123,14 @@ class RoutingTable:
     def end_conversation(self, conversation: str) -> None:
         self._conversations.pop(conversation, None)
 
-    def mark_lost(self, replica: int) -> list[str]:
-        """Stop routing to this replica; close and return the requests that were open on it."""
-        self.exclude(replica)
+    def lose(self, replica: int) -> list[str]:
+        """Mark a replica as lost; close and return the requests that were open on it."""
+        self.move(replica, ReplicaState.RESTARTING)
         lost = self.open_on(replica)
         for name in lost:
             del self._replica_of[name]
         self._num_open[replica] = 0
         return lost
-
-    def exclude(self, replica: int) -> None:
-        """Stop routing to this replica; its requests stay open."""
-        self.healthy.discard(replica)
-        self._prefixes = OrderedDict((key, where) for key, where in self._prefixes.items() if where != replica)
-
-    def mark_healthy(self, replica: int) -> None:
-        """Route to this replica again.
-
-        It counts as having had as many requests as the others, so that it is not flooded.
-        """
-        self._num_assigned[replica] = max(self._num_assigned)
-        self.healthy.add(replica)
 
     def replica_of(self, request_id: str) -> int | None:
         """Return the replica on which a request is open, or None."""
@@ -106,7 +149,7 @@ class RoutingTable:
 
         The newest requests move: they have the fewest tokens, which the other replica computes again.
         """
-        names = {replica: self.open_on(replica) for replica in sorted(self.healthy)}
+        names = {replica: self.open_on(replica) for replica in sorted(self.serving)}
         loads = {replica: len(open_here) for replica, open_here in names.items()}
         found = []
         while loads:
@@ -118,7 +161,7 @@ class RoutingTable:
         return found
 
     def replica_of_conversation(self, conversation: str) -> int | None:
-        """Return the replica that has this conversation, healthy or not; None if there is none."""
+        """Return the replica that has this conversation, in any state; None if there is none."""
         return self._conversations.get(conversation)
 
     def load(self, replica: int) -> int:
@@ -126,7 +169,7 @@ class RoutingTable:
         return self._num_open[replica]
 
     def _least_loaded(self) -> int:
-        return min(self.healthy, key=lambda replica: (self._num_open[replica], self._num_assigned[replica], replica))
+        return min(self.serving, key=lambda replica: (self._num_open[replica], self._num_assigned[replica], replica))
 
     def _replica_with_prefix(self, prefixes: list[int]) -> int | None:
         """Return a replica that has over half of the prompt, or None.
@@ -135,7 +178,7 @@ class RoutingTable:
         """
         for prefix in reversed(prefixes[len(prefixes) // 2 :]):
             replica = self._prefixes.get(prefix)
-            if replica in self.healthy and self._num_open[replica] <= self._num_open[self._least_loaded()] + self.slack:
+            if replica in self.serving and self._num_open[replica] <= self._num_open[self._least_loaded()] + self.slack:
                 return replica
         return None
 

@@ -1,52 +1,70 @@
-"""Run a job's router on an event loop in its own thread of the driver process.
+"""Run a job's router on an event loop in its own thread of the driver process, with batches and pushes in order.
 
-`PolicyService` lives from the start of the rollout until the job ends. The trainer's thread decides when replicas may
-generate. Between `pause()` and `resume(version)` they get no calls, so that their processes can load weights or train.
-Requests of other clients (the OpenAI endpoint) wait in between.
+`PolicyService` lives from the start of the rollout until the job ends. The trainer's thread submits batches and weight
+pushes. Where rollout processes only generate, they run on the event loop beside training, one after the other. Where
+these processes also train, a batch runs while the trainer waits, and the router is paused in between. Requests of other
+clients (the OpenAI endpoint) are served whenever the router is not paused.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
+from hybridrl.serving.hybrid import HybridRollout, HybridScheduler, Usage
 from hybridrl.serving.replicas import GroupReplicas
 from hybridrl.serving.router import ReplicaRouter
 
 T = TypeVar("T")
+Generate = Callable[[ReplicaRouter], Coroutine[Any, Any, None]]
 
 CLOSE_TIMEOUT_S = 10.0  # to cancel and close everything at the end of a job
 
 
+class Pending(Protocol):
+    """A weight push in progress."""
+
+    def wait(self) -> None:
+        """Return when it is done. Raises its error."""
+        ...
+
+
+@dataclass(frozen=True)
+class SubmittedPush:
+    """A weight push in the service's order."""
+
+    done: "Future[None]"
+
+    def wait(self) -> None:
+        """Return when it is done. Raises its error, or that of what came before it."""
+        self.done.result()
+
+
 class PolicyService:
-    """Router and event loop of a job; paused at first. Call its methods from other threads.
+    """Router and event loop of a job. Call its methods from other threads, those that are no coroutines.
 
     Args:
         replicas: The rollout's processes.
-        router: Routes to these replicas; None: a `ReplicaRouter`.
+        concurrent: They only generate, so batches run beside training.
+        hybrid: Generates for the batches that the driver waits for, too. None: the trainer's devices only train.
 
     `on_close`: coroutine functions that `close` runs first.
     """
 
-    def __init__(self, replicas: GroupReplicas, router: ReplicaRouter | None = None):
-        self.replicas = replicas
-        self.router = router or ReplicaRouter(replicas)
+    def __init__(self, replicas: GroupReplicas, *, concurrent: bool, hybrid: HybridRollout | None = None):
+        self.replicas, self._concurrent = replicas, concurrent
+        self.router = ReplicaRouter(replicas, hybrid=replicas.hybrid)
         self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._turn = asyncio.Lock()  # of a batch or push; waiting ones get it in the order of their submission
+        self._failure: BaseException | None = None  # of a batch or push: no later one runs
+        self._blocking = ThreadPoolExecutor(1, thread_name_prefix="push")  # apart from threads that agents may fill
+        self._hybrid = None if hybrid is None else HybridScheduler(self.router, hybrid, self._blocking)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="policy-service", daemon=True)
         self._thread.start()
-        self._paused = False
-        self.call(self.router.__aenter__())
-        self.pause()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Start a coroutine on the router's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def notify(self, callback: Callable[[], None]) -> None:
-        """Call this soon on the router's event loop; do not wait."""
-        self._loop.call_soon_threadsafe(callback)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the router's event loop and return its result.
@@ -60,24 +78,79 @@ class PolicyService:
             future.cancel()
             raise
 
-    def pause(self) -> None:
-        """Return when no replica has a call in flight; open requests end early (`ReplicaRouter.pause`)."""
-        if not self._paused:
-            self.call(self.router.pause())
-            self._paused = True
+    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Start a coroutine on the router's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def resume(self, version: int | None) -> None:
+    def generate(self, version: int | None, generate: Generate, usage: Usage) -> "Future[None]":
+        """Generate a batch with weights of this version: after everything submitted before, or at once.
+
+        Args:
+            version: Of the last push.
+            generate: Generates with the router.
+            usage: Of the batch, to be added to.
+        """
+        if self._concurrent:
+            return self.submit(self._in_turn(lambda: self._generate(generate, usage)))
+        self.call(self.resume(version))
+        try:
+            self.call(generate(self.router))
+        finally:
+            self.call(self.router.pause())
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
+        """Let the processes receive weights of this version, after everything submitted before.
+
+        Args:
+            version: Version of the weights.
+            receive: Starts the rollout's half of the push.
+        """
+        if not self._concurrent:  # the router is paused already
+            return receive()
+        return SubmittedPush(self.submit(self._in_turn(lambda: self._push(version, lambda: receive().wait()))))
+
+    def waiting(self, usage: Usage) -> AbstractContextManager[None]:
+        """Return a context in which the driver waits for a batch, and a hybrid rollout may help."""
+        return nullcontext() if self._hybrid is None else self._hybrid.waiting(usage)
+
+    async def _in_turn(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run a batch or push.
+
+        Consumes: What was submitted, in this order.
+        Waits for: The batches and pushes before it.
+        Unblocked by: Their end or failure, and `close`, which cancels it.
+        """
+        async with self._turn:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                await work()
+            except BaseException as error:
+                self._failure = error
+                raise
+
+    async def _generate(self, generate: Generate, usage: Usage) -> None:
+        if self._hybrid is None:
+            await generate(self.router)
+            return
+        async with self._hybrid.taking_part(usage):
+            await generate(self.router)
+
+    async def _push(self, version: int, load: Callable[[], None]) -> None:
+        await self.router.pause()
+        await asyncio.get_running_loop().run_in_executor(self._blocking, load)
+        await self.resume(version)
+
+    async def resume(self, version: int | None) -> None:
         """Let the router call replicas again. version: of the weights that they must hold from now on."""
         self.replicas.version = version
-        if self._paused:
-            self._paused = False
-            self.call(self._resume())
-
-    async def _resume(self) -> None:
         self.router.resume()
 
     def close(self, *, wait: bool = False) -> None:
-        """Stop the router, its clients and the thread.
+        """Stop the router, its clients and the thread. Batches and pushes that have not ended are cancelled.
 
         Args:
             wait: Wait for the replicas' current calls, up to the calls' timeouts, because others will use their
@@ -90,6 +163,9 @@ class PolicyService:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT_S)
+        self._blocking.shutdown(wait=wait, cancel_futures=True)
+        if self._hybrid is not None and wait:
+            self._hybrid.close()
 
     async def _close(self, *, wait: bool) -> None:
         for close_part in self.on_close:

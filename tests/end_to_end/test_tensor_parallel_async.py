@@ -143,11 +143,11 @@ class Started:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let the processes answer batched calls in the block."""
-        self.manager._service.pause()
+        self.manager._service.call(self.router.pause())
         try:
             yield
         finally:
-            self.manager._service.resume(self.pipeline.version)
+            self.manager._service.call(self.manager._service.resume(self.pipeline.version))
 
     def request(self, number: int) -> Request:
         sampling = replace(sampling_params(self.config, validate=False, seed=0), n=1)

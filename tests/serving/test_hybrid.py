@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.serving.continuation import generate_in_chunks, join_chunks
-from hybridrl.serving.hybrid import HybridRouter
+from hybridrl.serving.router import ReplicaRouter
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout
 from hybridrl.workers.rollout.base import Rollout, load_special_tokens
 from hybridrl.workers.rollout.request_server import RequestServer
@@ -55,7 +55,7 @@ def short_chunks(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(batched_request_engine, "CHUNK_TOKENS", 2)
 
 
-async def collect(router: HybridRouter, request: Request) -> list[TokenOutput]:
+async def collect(router: ReplicaRouter, request: Request) -> list[TokenOutput]:
     conversation = f"conversation {request.request_id}"
     return [chunk async for chunk in generate_in_chunks(router, request, conversation=conversation)]
 
@@ -68,7 +68,7 @@ async def until(condition) -> None:
 
 def test_responses_that_move_to_a_replica_and_back_have_the_tokens_of_undisturbed_ones(rollouts):
     replicas = LocalReplicas(rollouts)
-    router = HybridRouter(replicas, hybrid=range(1, 2))
+    router = ReplicaRouter(replicas, hybrid=range(1, 2))
 
     async def run() -> list[list[TokenOutput]]:
         async with router:
@@ -76,10 +76,10 @@ def test_responses_that_move_to_a_replica_and_back_have_the_tokens_of_undisturbe
             for visit in (1, 2):
                 before, calls = router.num_tokens[1], list(replicas.served)
                 await until(lambda calls=calls: replicas.served[0] > calls[0] + 1)
-                router.enter()
+                router.add_hybrid()
                 await until(lambda calls=calls: replicas.served[1] > calls[1] + 3)
                 assert router.table.load(1) == 3 and router.table.load(0) == 4
-                await router.leave()
+                await router.remove_hybrid()
                 assert router.table.load(1) == 0 and router.num_tokens[1] > before
                 assert not any(task.done() for task in tasks), f"visit {visit} came too late"
             calls = replicas.served[1]
@@ -93,16 +93,16 @@ def test_responses_that_move_to_a_replica_and_back_have_the_tokens_of_undisturbe
     assert [response.token_ids for response in responses] == wanted.tokens.tolist()
     found = torch.tensor([response.log_probs for response in responses])
     torch.testing.assert_close(found, wanted.log_probs, atol=1e-5, rtol=0)
-    assert router.num_tokens[0] == LENGTH * len(REQUESTS)
+    assert sum(router.num_tokens) == LENGTH * len(REQUESTS)
 
 
 def test_a_replica_without_work_takes_over_requests_of_a_busy_one(rollouts):
     replicas = LocalReplicas(rollouts)
-    router = HybridRouter(replicas, hybrid=range(1, 2))
+    router = ReplicaRouter(replicas, hybrid=range(1, 2))
 
     async def run() -> None:
         async with router:
-            router.enter()
+            router.add_hybrid()
             first = asyncio.create_task(collect(router, REQUESTS[0]))  # goes to replica 0
             await until(lambda: router.table.load(0) == 1)
             router.balance()
@@ -114,18 +114,18 @@ def test_a_replica_without_work_takes_over_requests_of_a_busy_one(rollouts):
             router.balance()
             await until(lambda: router.table.load(1) == 2)
             await asyncio.gather(first, *others)
-            await router.leave()
+            await router.remove_hybrid()
 
     asyncio.run(run())
 
 
 def test_closing_a_router_ends_the_requests_of_a_replica_that_has_joined(rollouts):
-    router = HybridRouter(LocalReplicas(rollouts), hybrid=range(1, 2))
+    router = ReplicaRouter(LocalReplicas(rollouts), hybrid=range(1, 2))
 
     async def run() -> None:
         await router.__aenter__()
         tasks = [asyncio.create_task(collect(router, request)) for request in REQUESTS]
-        router.enter()
+        router.add_hybrid()
         await until(lambda: router.table.load(1) and router.table.load(0))
         await router.close(wait=True)
         results = await asyncio.gather(*tasks, return_exceptions=True)

@@ -17,6 +17,7 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.serving.continuation import generate_in_chunks, join_chunks
 from hybridrl.serving.replicas import GroupReplicas
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.serving.routing_table import ReplicaState
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.workers.replica import ReplicaWorker
@@ -221,7 +222,7 @@ def test_a_replica_that_dies_during_its_restart_is_restarted_again_within_its_li
     before = group.process_ids[0]
     router, process_ids = asyncio.run(run(2))
     [outage] = router.outages
-    assert outage.restored_at is not None and router.table.healthy == {0, 1}
+    assert outage.restored_at is not None and router.table.states == [ReplicaState.IDLE] * 2
     assert len({*process_ids, before}) == 4 and group.process_ids[0] == process_ids[-1]
     try:
         router, process_ids = asyncio.run(run(3))
@@ -229,4 +230,5 @@ def test_a_replica_that_dies_during_its_restart_is_restarted_again_within_its_li
         group.respawn(0)
         group.execute_ranks([0], "init_model")
     [outage] = router.outages
-    assert outage.restored_at is None and router.table.healthy == {1} and len(process_ids) == 3
+    assert outage.restored_at is None and len(process_ids) == 3
+    assert router.table.states == [ReplicaState.GIVEN_UP, ReplicaState.IDLE]

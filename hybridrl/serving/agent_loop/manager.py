@@ -13,13 +13,14 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 
-from hybridrl import serving
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
@@ -37,11 +38,11 @@ from hybridrl.serving.agent_loop.recorded_row import RecordedRow, pop_records, t
 from hybridrl.serving.agent_loop.response_columns import ResponseColumns
 from hybridrl.serving.agent_loop.short_round import ShortRound
 from hybridrl.serving.agent_loop.tools.function_tools import load_tools
-from hybridrl.serving.agent_loop.work_queue import Pending, WorkItem, WorkQueue
+from hybridrl.serving.hybrid import HybridRollout, Usage
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
 from hybridrl.serving.router import ReplicaRouter
-from hybridrl.serving.service import PolicyService
+from hybridrl.serving.service import Generate, Pending, PolicyService
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.requests import Request
@@ -59,9 +60,10 @@ class AgentFuture:
     prompts: DataProto
     sampling: SamplingParams
     batch: AgentBatch
-    work: WorkItem | None = None  # None until `_advance` submits it
+    done: "Future[None] | None" = None  # None until `_submit`
     limit: int = 0  # submitted tokens per response
     short_round: ShortRound | None = None
+    usage: Usage = field(default_factory=Usage)
 
     def get(self) -> DataProto:
         """Wait, and return the batch that `generate_sequences` would return.
@@ -71,8 +73,9 @@ class AgentFuture:
         Raises:
             CancelledError: The service was closed first, or the responses have been continued since.
         """
-        assert self.work is not None  # only submitted futures leave the manager
-        self.work.wait()
+        assert self.done is not None  # only submitted futures leave the manager
+        with self.manager.waiting(self.usage):
+            self.done.result()
         return self.manager.collect(self)
 
 
@@ -108,14 +111,14 @@ class AgentLoopManager:
         self._pad_id = load_special_tokens(model.path, trust_remote_code=model.trust_remote_code).pad_id
         self._get_loop(rollout.agent.default_agent_loop)  # an unknown name fails here, before anything starts
         self._num_calls = 0
-        self._queue: WorkQueue | None = None
-        self._concurrent = False
+        self._service: PolicyService | None = None
+        self._is_hybrid = False
         self._past_outages: list[ReplicaOutage] = []  # of earlier routers
         self.metrics: dict[str, float] = {"rollout/replicas_lost": 0.0, "rollout/requests_retried": 0.0}
 
     # -- the rollout's processes
 
-    def open(self, group: Any, *, resync: Resync | None, concurrent: bool, hybrid: Any = None) -> None:
+    def open(self, group: Any, *, resync: Resync | None, concurrent: bool, hybrid: HybridRollout | None = None) -> None:
         """Serve from these processes until `close`. May be called again, for instance after some were replaced.
 
         Args:
@@ -123,21 +126,19 @@ class AgentLoopManager:
             resync: Sends the current weights to restarted processes; None if the router cannot restart any.
             concurrent: The processes only generate, so requests are served while the driver trains. False: requests are
                 served only during a call that generates.
-            hybrid: The `TrainerSideRollout` that generates while the driver waits for responses, or None.
+            hybrid: Generates, too, while the driver waits for responses; or None.
         """
         rollout = self.config.actor_rollout_ref.rollout
         self._loops = {}  # a loop may hold objects that belong to one event loop
-        replicas = self._replicas(group, version=None, resync=resync)
-        scheduler = None if hybrid is None else serving.HybridScheduler(replicas, hybrid)
-        self._service = PolicyService(replicas) if scheduler is None else scheduler.service
-        self._queue = WorkQueue(self._service, concurrent=concurrent, hybrid=scheduler)
-        self._concurrent = concurrent
+        replicas = self._replicas(group, version=None, resync=resync, hybrid_group=hybrid and hybrid.group)
+        self._service = service = PolicyService(replicas, concurrent=concurrent, hybrid=hybrid)
+        self._is_hybrid = hybrid is not None
         if rollout.endpoint_port:
             endpoint = Endpoint(
-                self._service.router, self._served_model(), host=rollout.endpoint_host, port=rollout.endpoint_port
+                service.router, self._served_model(), host=rollout.endpoint_host, port=rollout.endpoint_port
             )
-            self._service.call(endpoint.start())
-            self._service.on_close.append(endpoint.stop)
+            service.call(endpoint.start())
+            service.on_close.append(endpoint.stop)
             self.context = replace(self.context, session_host=endpoint.session_host)
 
     def close(self, *, wait: bool = False) -> None:
@@ -146,10 +147,10 @@ class AgentLoopManager:
         Args:
             wait: Return only when no process has a call in flight.
         """
-        if self._queue is not None:
-            self._queue.close(wait=wait)
-            self._queue = None
-            self._past_outages += self._service.router.outages
+        if (service := self._service) is not None:
+            service.close(wait=wait)
+            self._service = None
+            self._past_outages += service.router.outages
         self._close_loops()
 
     def _close_loops(self) -> None:
@@ -166,7 +167,9 @@ class AgentLoopManager:
         sizes = length, data.max_response_length, config.vocab_size
         return ServedModel(name, self.context.tokenizer, *sizes, data.apply_chat_template_kwargs)
 
-    def _replicas(self, group: Any, *, version: int | None, resync: Resync | None) -> GroupReplicas:
+    def _replicas(
+        self, group: Any, *, version: int | None, resync: Resync | None, hybrid_group: Any = None
+    ) -> GroupReplicas:
         rollout = self.config.actor_rollout_ref.rollout
         return GroupReplicas(
             group,
@@ -174,6 +177,7 @@ class AgentLoopManager:
             progress_timeout_s=rollout.progress_timeout_s,
             resync=resync,
             num_peers=rollout.tensor_model_parallel_size,
+            hybrid_group=hybrid_group,
         )
 
     def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
@@ -185,14 +189,16 @@ class AgentLoopManager:
             version: Version of the weights.
             receive: Starts the rollout's half of the push.
         """
-        if not self._concurrent:  # no request is served outside `generate`
-            return receive()
-        return self._opened().push(version, lambda: receive().wait())
+        return self._opened().push(version, receive)
 
-    def _opened(self) -> WorkQueue:
-        if self._queue is None:
+    def waiting(self, usage: Usage) -> AbstractContextManager[None]:
+        """Return a context in which the driver waits for a batch."""
+        return nullcontext() if self._service is None else self._service.waiting(usage)
+
+    def _opened(self) -> PolicyService:
+        if self._service is None:
             raise RuntimeError("the agent loops are closed; call open() with the rollout's worker group first")
-        return self._queue
+        return self._service
 
     # -- batches
 
@@ -218,11 +224,11 @@ class AgentLoopManager:
             return self._advance(self._reopened(prompts), limit, version=version)
         sampling = self._sampling(prompts)
         batch = self._batch(prompts, sampling)
+        future = AgentFuture(self, prompts, sampling, batch)
         if num_prompts is None:
-            return self._advance(AgentFuture(self, prompts, sampling, batch), limit, version=version)
+            return self._advance(future, limit, version=version)
         short = ShortRound(batch, sampling.n, num_prompts, limit, self.config.trainer.call_timeout_s)
-        work = self._opened().generate(version, short.generate, batch)
-        return AgentFuture(self, prompts, sampling, batch, work, limit, short)
+        return self._submit(replace(future, limit=limit, short_round=short), short.generate, version=version)
 
     def _reopened(self, partial: Any) -> AgentFuture:
         """Return a future whose loops can continue, of open responses as `submit` gets them."""
@@ -255,17 +261,19 @@ class AgentLoopManager:
         batch, timeout_s = future.batch, self.config.trainer.call_timeout_s
         limit = min(batch.requested_limit + max_new_tokens, self.context.max_response_length)
         batch.requested_limit = limit
-        work = self._opened().generate(
-            version, lambda service: service.call(batch.advance(service.router, limit, timeout_s=timeout_s)), batch
+        return self._submit(
+            replace(future, limit=limit), partial(batch.advance, limit=limit, timeout_s=timeout_s), version=version
         )
-        return replace(future, work=work, limit=limit)
+
+    def _submit(self, future: AgentFuture, generate: Generate, *, version: int | None) -> AgentFuture:
+        return replace(future, done=self._opened().generate(version, generate, future.usage))
 
     def collect(self, future: AgentFuture) -> DataProto:
         """Return the columns of a finished future, and update the replica metrics."""
-        outages = [*self._past_outages, *self._service.router.outages]
+        outages = [*self._past_outages, *([] if self._service is None else self._service.router.outages)]
         self.metrics["rollout/replicas_lost"] = float(len(outages))
         self.metrics["rollout/requests_retried"] = float(sum(outage.num_retried for outage in outages))
-        self.metrics |= {} if self._queue is None else self._queue.metrics(future.batch)
+        self.metrics |= future.usage.metrics() if self._is_hybrid else {}
         if future.short_round is not None:
             return self._to_batch(*future.short_round.complete(future.prompts), future.sampling)
         if future.batch.limit != future.limit and not future.batch.is_complete:

@@ -11,7 +11,6 @@ import torch
 from hybridrl.protocol import DataProto
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.serving.agent_loop.batch import AgentBatch, PausablePolicy
-from hybridrl.serving.service import PolicyService
 from hybridrl.workers.rollout.short_round import CHOSEN, round_limits, shortest_groups
 
 
@@ -35,15 +34,12 @@ class ShortRound:
     timeout_s: float
     chosen: list[int] | None = None
 
-    def generate(self, service: PolicyService) -> None:
+    async def generate(self, router: PausablePolicy) -> None:
         """Return when enough groups are complete and the other loops have ended.
 
         Raises:
             CallTimeout: See `AgentBatch.advance`.
         """
-        service.call(self._advance(service.router))
-
-    async def _advance(self, router: PausablePolicy) -> None:
         try:
             for limit in round_limits(self.max_new_tokens):
                 await self.batch.advance(router, limit, timeout_s=self.timeout_s)
