@@ -20,6 +20,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import hybridrl
 from hybridrl import algos, driver, master, rewards, single_controller
+from hybridrl.algos.signatures import check_signature
 from hybridrl.config import PPOConfig, check_config, load_config
 from hybridrl.config.plugs import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
@@ -171,7 +172,7 @@ def _check_own_loss(config: PPOConfig) -> None:
     if name in losses and name not in losses.builtins:
         fn = losses.lookup(name)
         columns = [parameter for parameter in inspect.signature(fn).parameters if parameter.endswith("_BT")]
-        algos.check_signature(
+        check_signature(
             fn,
             what=f"the policy loss {name!r}",
             positional=("log_probs_BT", "old_log_probs_BT", "advantages_BT", "response_mask_BT"),

@@ -6,9 +6,11 @@ import logging
 import sys
 from pathlib import Path
 
-from hybridrl import simulation
 from hybridrl.errors import ConfigError
 from hybridrl.simulation import Simulation, SimulationResult
+from hybridrl.simulation.costs import DEVICES, MODELS, Costs
+from hybridrl.simulation.lengths import Lengths
+from hybridrl.simulation.run import simulate as simulate_run
 
 MIN_SHOWN_S = 0.05  # of a stage
 
@@ -22,9 +24,9 @@ def simulate(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{setting}: give settings as key=value, such as trainer.lag=1")
         settings[name] = value
     run = Simulation(
-        costs=simulation.Costs(
-            _known(simulation.DEVICES, arguments.device, "--device"),
-            _known(simulation.MODELS, arguments.model, "--model"),
+        costs=Costs(
+            _known(DEVICES, arguments.device, "--device"),
+            _known(MODELS, arguments.model, "--model"),
             decode_table=_read_table(arguments.decode_table),
         ),
         gpus=arguments.gpus,
@@ -34,11 +36,11 @@ def simulate(arguments: argparse.Namespace) -> None:
         mini_batch=arguments.mini_batch,
         steps=arguments.steps,
         warmup=min(3, arguments.steps - 1),
-        lengths=simulation.Lengths(arguments.median, arguments.sigma, arguments.cap),
+        lengths=Lengths(arguments.median, arguments.sigma, arguments.cap),
         settings={name: _value(text) for name, text in settings.items()},
     )
     logging.getLogger("hybridrl").setLevel(logging.ERROR)
-    sys.stdout.write(describe(run, simulation.simulate(run)))
+    sys.stdout.write(describe(run, simulate_run(run)))
 
 
 def describe(run: Simulation, result: SimulationResult) -> str:

@@ -8,16 +8,28 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_origin
 
 from hybridrl import config as settings
-from hybridrl.config.introspection import BOUND_SIGNS, SettingSpec, dotted, keys, section_class, sections, value_text
+from hybridrl.config.introspection import (
+    BOUND_SIGNS,
+    SettingSpec,
+    changed,
+    dotted,
+    keys,
+    section_class,
+    sections,
+    value_at,
+    value_text,
+)
 from hybridrl.config.plugs import load_plugins
 from hybridrl.errors import ConfigError
 
 Schema = TypeVar("Schema")
+Problems = Iterator[str]
+"""Lines about settings that cannot work: key, value, reason and fix."""
 BOUND_CHECKS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -54,7 +66,7 @@ def build(schema: type[Schema], nested: Mapping[str, Any]) -> tuple[Schema, list
     return config, problems + list(plug_problems(config))
 
 
-def plug_problems(config: Any) -> Iterator[str]:
+def plug_problems(config: Any) -> Problems:
     """Yield names of plugs that no registry knows.
 
     Plugin modules of the config are loaded first if a name is unknown, because they may register it.
@@ -68,7 +80,13 @@ def plug_problems(config: Any) -> Iterator[str]:
     yield from _unknown_plugs(config)
 
 
-def raise_problems(problems: list[str]) -> None:
+def idle_problems(config: Any, *names: str, why: str) -> Problems:
+    """Yield the settings of `changed` as ones that have no effect, for a reason such as "without trainer.lag"."""
+    for key, value in changed(config, *names).items():
+        yield f"{key}={value_text(value)}: has no effect {why}"
+
+
+def raise_problems(problems: Iterable[str]) -> None:
     """Raise one ConfigError with a line for each problem; return if there is none."""
     problems = list(dict.fromkeys(problems))  # a file and the command line may have the same error
     if len(problems) == 1:
@@ -124,12 +142,12 @@ def convert(value: Any, key: SettingSpec) -> Any:
     return _allowed(_scalar(value, key.type), key)
 
 
-def _unknown_plugs(config: Any) -> Iterator[str]:
+def _unknown_plugs(config: Any) -> Problems:
     schema: type = type(config)
     for key in keys(schema).values():
         if key.registry is None:
             continue
-        value = functools.reduce(getattr, key.name.split("."), config)
+        value = value_at(config, key.name)
         for name in value if isinstance(value, list) else [value]:
             if problem := key.registry.problem(name):
                 yield f"{key.name}={value_text(value)}: {problem}"

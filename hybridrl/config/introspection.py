@@ -80,6 +80,24 @@ def keys(schema: type) -> dict[str, SettingSpec]:
     return {key.name: key for section in sections(schema) for key in section.keys}
 
 
+def value_at(config: Any, key: str) -> Any:
+    """Return the value of the setting or section with this dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def changed(config: Any, *names: str) -> dict[str, Any]:
+    """Return key -> value of the settings with another value than their default.
+
+    Args:
+        config: The config.
+        names: Settings, and sections with all that is in them.
+    """
+    below = tuple(f"{name}." for name in names)
+    schema: type = type(config)
+    chosen = (key for key in keys(schema).values() if key.name in names or key.name.startswith(below))
+    return {key.name: value for key in chosen if (value := value_at(config, key.name)) != key.default}
+
+
 def is_section(field: Field) -> bool:
     """Return whether a dataclass field is a nested group of settings."""
     return section_class(field) is not None

@@ -4,10 +4,9 @@
 by its address and imported when a driver or worker looks it up.
 """
 
-import functools
 from typing import Any
 
-from hybridrl.config.introspection import keys
+from hybridrl.config.introspection import keys, value_at
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
 from hybridrl.registry import Registry
@@ -61,8 +60,7 @@ def load_plugins(config: Any) -> None:
     """
     schema: type = type(config)
     for key in PLUGINS:
-        paths = functools.reduce(getattr, key.split("."), config) if key in keys(schema) else ()
-        for path in paths:
+        for path in value_at(config, key) if key in keys(schema) else ():
             try:
                 load_module(path)
             except ConfigError as error:

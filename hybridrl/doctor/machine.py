@@ -13,7 +13,8 @@ from packaging.requirements import Requirement
 
 from hybridrl.doctor.finding import Finding
 from hybridrl.doctor.network import examine_nccl, examine_network
-from hybridrl.rewards import sandbox
+from hybridrl.rewards.sandbox.local import LocalSandbox
+from hybridrl.rewards.sandbox.program import SandboxUnavailable
 
 GIB = 2**30
 MIN_SHM_GIB = 1.0  # Ray's object store of a local cluster takes 0.5 GiB
@@ -129,6 +130,6 @@ def _gpu() -> Finding:
 def _sandbox() -> Finding:
     """Return where programs of a policy would run. It is a problem only for runs whose rewards run programs."""
     try:
-        return Finding("sandbox", sandbox.LocalSandbox().check())
-    except sandbox.SandboxUnavailable as error:
+        return Finding("sandbox", LocalSandbox().check())
+    except SandboxUnavailable as error:
         return Finding("sandbox", f"none for code rewards; {error}")

@@ -24,7 +24,7 @@ from hybridrl.trainer.checkpoint.compatibility import hash_files
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import RLHFDataset
 from hybridrl.trainer.data.tokenizer import load_tokenizer
-from hybridrl.workers import engine
+from hybridrl.workers.engine.model_files import check_model
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds
@@ -46,7 +46,7 @@ def generate_file(config: GenerationConfig) -> None:
     model, data = config.model, config.data
     assert model.path is not None and data.output_path is not None  # the check of the settings demands it
     tokenizer = load_tokenizer(model.path, key="model.path", trust_remote_code=model.trust_remote_code)
-    engine.check_model(model.path, key="model.path", tokenizer=tokenizer, trust_remote_code=model.trust_remote_code)
+    check_model(model.path, key="model.path", tokenizer=tokenizer, trust_remote_code=model.trust_remote_code)
     prompts = RLHFDataset(data.path, tokenizer, _prompt_settings(config))
     made_from = {name: asdict(getattr(config, name)) for name in ("data", "model", "rollout")}
     del made_from["data"]["output_path"]  # a file that was moved is the same

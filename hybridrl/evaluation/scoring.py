@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import reward_score
-from hybridrl import rewards
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.generation import EvaluationConfig, ScoringConfig
 from hybridrl.config.schema.ppo import CustomRewardConfig
@@ -22,6 +21,7 @@ from hybridrl.evaluation.parts import prepare_folder
 from hybridrl.rewards.function_address import SAMPLE_ARGUMENTS, FunctionAddress
 from hybridrl.rewards.load import describe_failure
 from hybridrl.rewards.manager import DEFAULT_FUNCTION
+from hybridrl.rewards.process_pool import ScoreProcessPool
 from hybridrl.rewards.sample_score import SampleScore, read_score
 from hybridrl.system.atomic_write import atomic_write
 from hybridrl.trainer.data.parquet import ParquetRows
@@ -63,7 +63,7 @@ def score_calls(calls: Sequence[Call], custom: CustomRewardConfig, scoring: Scor
         function = FunctionAddress(custom.path, custom.name, kwargs=dict(custom.kwargs))
     else:
         _check_sources(calls)
-    pool = rewards.ScoreProcessPool(
+    pool = ScoreProcessPool(
         function,
         num_processes=scoring.num_processes or min(MAX_PROCESSES, os.cpu_count() or 1),
         timeout_s=scoring.timeout_s,

@@ -14,10 +14,9 @@ from typing import Any
 
 import aiohttp
 
-from hybridrl import evaluation
 from hybridrl.cli.models.export import model_directory
 from hybridrl.cli.models.serve import loaded_model
-from hybridrl.evaluation.endpoint import EndpointModel, EndpointRefusal, client
+from hybridrl.evaluation.endpoint import EndpointModel, EndpointRefusal, client, find_model, stream_text
 from hybridrl.serving.openai.access import api_key_of_environment
 from hybridrl.serving.openai.server import Endpoint
 from hybridrl.serving.openai.standalone import StandaloneModel, one_replica
@@ -32,9 +31,7 @@ def chat(arguments: argparse.Namespace) -> None:
     logging.getLogger("hybridrl").setLevel(logging.WARNING)
     with asyncio.Runner() as runner:
         if "://" in arguments.model:
-            found = evaluation.find_model(
-                arguments.model, name=arguments.model_name, key_variable=arguments.key_variable
-            )
+            found = find_model(arguments.model, name=arguments.model_name, key_variable=arguments.key_variable)
             converse(runner, runner.run(found), arguments)
             return
         with model_directory(arguments.model, trust_remote_code=arguments.trust_remote_code) as path:
@@ -120,7 +117,7 @@ def _answered(
 async def _show(model: EndpointModel, body: dict[str, Any], parts: list[str]) -> None:
     sys.stdout.write(f"{os.path.basename(model.name)}: ")
     async with client(model) as session:
-        async for part in evaluation.stream_text(session, model, body):
+        async for part in stream_text(session, model, body):
             parts.append(part)
             sys.stdout.write(part)
             sys.stdout.flush()

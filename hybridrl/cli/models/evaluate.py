@@ -12,16 +12,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybridrl import evaluation, main_ppo
+from hybridrl import main_ppo
 from hybridrl.cli.data.tasks import TASKS, task_file
 from hybridrl.cli.models.export import model_directory
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.config.schema.data import HubData
 from hybridrl.config.schema.generation import ScoringConfig
 from hybridrl.errors import ConfigError
-from hybridrl.evaluation.endpoint import EndpointResponse
+from hybridrl.evaluation.endpoint import EndpointResponse, find_model, respond_all
+from hybridrl.evaluation.estimates import grouped, table
 from hybridrl.evaluation.parts import prepare_folder
-from hybridrl.evaluation.scoring import sample_of, write_lines
+from hybridrl.evaluation.scoring import report, sample_of, score_calls, write_lines
 from hybridrl.rewards.sample_score import SampleScore
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import as_messages
@@ -45,8 +46,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if code == 0:
         path = folder / "samples" / "0.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        table = evaluation.table(arguments.task, evaluation.grouped(rows))
-        sys.stdout.write("\n".join([*table, _sampling_line(folder / "config.json"), f"samples: {path}\n"]))
+        shown = table(arguments.task, grouped(rows))
+        sys.stdout.write("\n".join([*shown, _sampling_line(folder / "config.json"), f"samples: {path}\n"]))
     return code
 
 
@@ -112,7 +113,7 @@ def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
     )
     if config is None:  # --cfg job has shown the settings
         return 0
-    found = evaluation.find_model(arguments.model, name=arguments.model_name, key_variable=arguments.key_variable)
+    found = find_model(arguments.model, name=arguments.model_name, key_variable=arguments.key_variable)
     model, file, output = asyncio.run(found), _file_of(arguments.task), str(folder / "samples" / "0.jsonl")
     rows = ParquetRows(file)
     rows.require(config.data.prompt_key, "data.prompt_key")
@@ -121,11 +122,11 @@ def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
         raise ConfigError(f"TASK {arguments.task}: {file} has no rows")
     requests = _requests(config, rows, num=num, n=arguments.n)
     show = functools.partial(_show_progress, len(requests))
-    responding = evaluation.respond_all(model, requests, max_open=arguments.concurrency, on_done=show)
+    responding = respond_all(model, requests, max_open=arguments.concurrency, on_done=show)
     samples = _scored(config, rows, asyncio.run(responding), n=arguments.n)
     prepare_folder(output, "--output")
     write_lines(output, samples)
-    code = evaluation.report(samples)
+    code = report(samples)
     sys.stdout.write(f"model: {model.name} at {model.url}\nsamples: {output}\n")
     return code
 
@@ -170,7 +171,7 @@ def _scored(config: PPOConfig, rows: ParquetRows, responses: list[EndpointRespon
     reward = config.reward_model
     scoring = ScoringConfig(reward.num_processes, reward.timeout_s, reward.limits)
     there = [number for number, response in enumerate(responses) if not response.reason]
-    scores = evaluation.score_calls([calls[number] for number in there], config.custom_reward_function, scoring)
+    scores = score_calls([calls[number] for number in there], config.custom_reward_function, scoring)
     by_number = dict(zip(there, scores, strict=True))
     samples = []
     for number, (call, response) in enumerate(zip(calls, responses, strict=True)):

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from hybridrl import config as settings
 from hybridrl import main_ppo
 from hybridrl.cli.verl.shell_script import script_commands, unresolved
+from hybridrl.config.load import load_config
+from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.verl.defaults import differing_defaults
 from hybridrl.config.verl.row import RowKind
-from hybridrl.config.verl.take_over import Change
+from hybridrl.config.verl.take_over import Change, preset_words, take_over
 from hybridrl.errors import ConfigError
 
 PROGRAMS = ("main_ppo", "main_dapo")  # last part of the modules whose settings are verl's PPO ones
@@ -90,11 +91,11 @@ def imported_command(arguments: Sequence[str]) -> ImportedCommand:
         for word in set(arguments) - {*known}
     ]
     flags, words = _divided(known)
-    preset = settings.preset_words(flags.get("name"), flags.get("path"))
+    preset = preset_words(flags.get("name"), flags.get("path"))
     if flags and preset is None:
         problems.append(f"--config-name={flags.get('name')}: is a file of your own; give its settings as key=value")
     given = [*(preset or ()), *words]
-    taken = settings.take_over(settings.PPOConfig, given)
+    taken = take_over(PPOConfig, given)
     defaults = _defaults(taken.words)
     problems += taken.refusals or _problems([*taken.words, *defaults])
     return ImportedCommand([*taken.words, *defaults], taken.changes, sorted(problems), len(given), defaults)
@@ -130,7 +131,7 @@ def _defaults(words: Sequence[str]) -> list[str]:
 def _problems(words: Sequence[str]) -> list[str]:
     """Return what `main_ppo` would refuse, except for files, which may be elsewhere."""
     try:
-        config = settings.load_config(settings.PPOConfig, words, program=main_ppo.PROGRAM, config_name=main_ppo.PRESET)
+        config = load_config(PPOConfig, words, program=main_ppo.PROGRAM, config_name=main_ppo.PRESET)
         assert config is not None  # there are no flags
         main_ppo.validate_config(config, with_inputs=False)
     except ConfigError as error:

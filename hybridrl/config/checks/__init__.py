@@ -1,4 +1,7 @@
-"""Rules over several settings."""
+"""Rules over several settings.
+
+Those of a feature are listed in `__init__.pyi`, and loaded if the settings name the feature.
+"""
 
 import lazy_loader
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.checks.rollout import Problems
+from hybridrl.config.build import Problems, idle_problems
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SupervisedConfig
@@ -101,10 +101,8 @@ def adapter_problems(config: PPOConfig | SupervisedConfig) -> Problems:
         return
     if model.lora_rank and not model.target_modules:
         yield f"{key}.target_modules=[]: no layer would be trained; use all-linear, or names such as [q_proj,v_proj]"
-    for name in ("lora_alpha", "target_modules"):
-        value = getattr(model, name)
-        if not model.lora_rank and value != getattr(ModelConfig(), name):
-            yield f"{key}.{name}={value}: has no effect without {key}.lora_rank"
+    if not model.lora_rank:
+        yield from idle_problems(config, f"{key}.lora_alpha", f"{key}.target_modules", why=f"without {key}.lora_rank")
 
 
 def _saved_adapter_problems(model: ModelConfig, path: str, *, key: str) -> Problems:

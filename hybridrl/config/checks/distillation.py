@@ -5,18 +5,15 @@ The driver checks them before anything starts.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from hybridrl.config.checks.rollout import Problems
+from hybridrl.config.build import Problems, idle_problems
 from hybridrl.config.engines import engine_settings
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.distillation import (
     OTHER_TEACHER_FIELDS,
     TEACHER_FIELDS,
     TOP_MODES,
-    DistillationConfig,
-    DistillationLossConfig,
 )
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
@@ -28,21 +25,13 @@ def distillation_problems(config: PPOConfig) -> Problems:
     """Yield problems of teachers, divergence and their processes, and settings without effect."""
     chosen = config.distillation
     if not chosen.enabled:
-        yield from _unused_problems(chosen)
+        yield from idle_problems(config, "distillation", why="without distillation.enabled=true")
         return
     yield from _teacher_problems(chosen.teacher_models)
-    yield from _loss_problems(chosen.distillation_loss)
+    yield from _loss_problems(config)
     yield from _engine_problems(config)
     if not chosen.task_rewards:
         yield from _reward_problems(config)
-
-
-def _unused_problems(chosen: DistillationConfig) -> Problems:
-    for prefix, section in (("distillation", chosen), ("distillation.distillation_loss", chosen.distillation_loss)):
-        for field in fields(section):
-            value = getattr(section, field.name)
-            if field.name != "distillation_loss" and value != getattr(type(section)(), field.name):
-                yield f"{prefix}.{field.name}={value_text(value)}: has no effect without distillation.enabled=true"
 
 
 def _teacher_problems(entries: dict) -> Problems:
@@ -78,8 +67,8 @@ def _log_unused_entries(where: str, entry: Mapping[str, Any]) -> None:
         )
 
 
-def _loss_problems(loss: DistillationLossConfig) -> Problems:
-    key = "distillation.distillation_loss"
+def _loss_problems(config: PPOConfig) -> Problems:
+    loss, key = config.distillation.distillation_loss, "distillation.distillation_loss"
     distribution = loss.loss_mode.startswith(("forward", "reverse"))
     if loss.use_policy_gradient and distribution:
         yield (
@@ -91,16 +80,14 @@ def _loss_problems(loss: DistillationLossConfig) -> Problems:
             f"{key}.loss_mode={loss.loss_mode}: its gradient does not depend on the teacher, so it is no loss; use k2 "
             f"or a distribution, or {key}.use_policy_gradient=true"
         )
-    defaults = DistillationLossConfig()
-    if loss.topk != defaults.topk and loss.loss_mode not in TOP_MODES:
-        yield f"{key}.topk={loss.topk}: has no effect with loss_mode={loss.loss_mode}; use {' or '.join(TOP_MODES)}"
-    if loss.log_prob_min_clamp is not None and not distribution:
-        yield f"{key}.log_prob_min_clamp={loss.log_prob_min_clamp}: has no effect with loss_mode={loss.loss_mode}"
-    if not loss.use_task_rewards and loss.distillation_loss_coef != defaults.distillation_loss_coef:
-        yield (
-            f"{key}.distillation_loss_coef={loss.distillation_loss_coef}: has no effect with use_task_rewards=false, "
-            "where the divergence is all that is trained on"
-        )
+    with_mode = f"with loss_mode={loss.loss_mode}"
+    if loss.loss_mode not in TOP_MODES:
+        yield from idle_problems(config, f"{key}.topk", why=f"{with_mode}; use {' or '.join(TOP_MODES)}")
+    if not distribution:
+        yield from idle_problems(config, f"{key}.log_prob_min_clamp", why=with_mode)
+    if not loss.use_task_rewards:
+        why = "with use_task_rewards=false, where the divergence is all that is trained on"
+        yield from idle_problems(config, f"{key}.distillation_loss_coef", why=why)
 
 
 def _engine_problems(config: PPOConfig) -> Problems:
@@ -126,8 +113,8 @@ def _engine_problems(config: PPOConfig) -> Problems:
             f"distillation.n_gpus_per_node={chosen.n_gpus_per_node}: trainer.backend=local has one process only; use "
             "trainer.backend=ray, or 0"
         )
-    if not chosen.n_gpus_per_node and chosen.nnodes != 1:
-        yield f"distillation.nnodes={chosen.nnodes}: has no effect without distillation.n_gpus_per_node"
+    if not chosen.n_gpus_per_node:
+        yield from idle_problems(config, "distillation.nnodes", why="without distillation.n_gpus_per_node")
 
 
 def _reward_problems(config: PPOConfig) -> Problems:

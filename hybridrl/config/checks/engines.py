@@ -1,16 +1,15 @@
-"""Rules for training engines: settings without effect, and what an engine declares that it cannot do.
+"""Rules for training engines: settings without effect, what an engine declares that it cannot do, token budgets.
 
 The driver checks them before anything starts. Imports no built-in engine.
 """
 
 from dataclasses import fields
 from importlib.util import find_spec
-from typing import Any
 
 from hybridrl.config import checks
-from hybridrl.config.checks.rollout import Problems
+from hybridrl.config.build import Problems, idle_problems
 from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings, rank_unit
-from hybridrl.config.introspection import value_text
+from hybridrl.config.introspection import value_at
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
@@ -23,11 +22,10 @@ def engine_problems(config: PPOConfig) -> Problems:
     """Yield problems of the actor's engine, and settings of engines that are not used."""
     actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
     used = SECTIONS.get(actor.strategy)
-    yield from _unused_problems(actor, actor.strategy, prefix=f"{key}.")
-    for name, values in ((key, actor.engine_config), ("critic", config.critic.engine_config)):
-        if used and values:
-            chosen = f"{key}.strategy={actor.strategy}"
-            yield f"{name}.engine_config={value_text(values)}: has no effect with {chosen}; leave it out"
+    idle = [f"{key}.{section}" for section in SECTIONS.values() if section != used]
+    if used:
+        idle += [f"{key}.engine_config", "critic.engine_config"]
+    yield from idle_problems(config, *idle, why=f"with {key}.strategy={actor.strategy}; leave it out")
     if used == "megatron":
         yield from _megatron_problems(config)
     try:
@@ -40,31 +38,16 @@ def engine_problems(config: PPOConfig) -> Problems:
 
 def supervised_engine_problems(config: SupervisedConfig) -> Problems:
     """Yield problems of the engine of a program that trains one model on fixed data."""
-    yield from _unused_problems(config, config.strategy, prefix="")
-    if SECTIONS[config.strategy] == "megatron":
+    used = SECTIONS[config.strategy]
+    idle = [section for section in SECTIONS.values() if section != used]
+    yield from idle_problems(config, *idle, why=f"with strategy={config.strategy}; leave it out")
+    if used == "megatron":
         layout, trainer = config.megatron, config.trainer
         yield from _installation_problems(prefix="")
         yield from checks.megatron.layout_problems(
             layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key="megatron"
         )
         yield from _model_problems(config.model, layout, key="megatron", model_key="model")
-
-
-def _unused_problems(owner: Any, strategy: str, *, prefix: str) -> Problems:
-    """Yield settings of engines other than the chosen one.
-
-    Args:
-        owner: Has the sections of the built-in engines.
-        strategy: The chosen engine.
-        prefix: Of the owner's keys.
-    """
-    for name in dict.fromkeys(SECTIONS.values()):
-        section = getattr(owner, name)
-        for field in fields(section) if name != SECTIONS.get(strategy) else ():
-            value = getattr(section, field.name)
-            if value != getattr(type(section)(), field.name):
-                chosen = f"{prefix}strategy={strategy}"
-                yield f"{prefix}{name}.{field.name}={value}: has no effect with {chosen}; leave it out"
 
 
 def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
@@ -169,3 +152,57 @@ def elastic_problems(config: PPOConfig) -> Problems:
         yield f"{key}: a lost machine takes its snapshots with it; set trainer.save_freq"
     if not trainer.snapshot_freq:
         yield f"{key}: with trainer.snapshot_freq=0 a lost process ends the run; set it to 1 or more"
+
+
+def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
+    """Yield budgets below the longest sequence, wherever micro-batches are cut by tokens."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    policy, critic, reward_model = config.actor_rollout_ref, config.critic, config.reward_model
+    actor, ref, generation = policy.actor, policy.ref, policy.rollout
+    with_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.distillation.enabled
+    log_probs = "log_prob_max_token_len_per_gpu"
+    # (key, whether the role exists, whether it cuts micro-batches by tokens, rows per micro-batch)
+    roles = [
+        (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            True,
+            actor.use_dynamic_bsz,
+            actor.ppo_micro_batch_size_per_gpu,
+        ),
+        (
+            f"actor_rollout_ref.rollout.{log_probs}",
+            True,
+            generation.log_prob_use_dynamic_bsz,
+            generation.log_prob_micro_batch_size_per_gpu,
+        ),
+        (
+            f"actor_rollout_ref.ref.{log_probs}",
+            with_ref,
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_micro_batch_size_per_gpu,
+        ),
+        ("critic.ppo_max_token_len_per_gpu", with_critic, critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu),
+        (
+            "reward_model.forward_max_token_len_per_gpu",
+            reward_model.enable,
+            False,
+            reward_model.micro_batch_size_per_gpu,
+        ),
+    ]
+    for key, exists, dynamic, rows in roles:
+        budget = value_at(config, key)
+        if (dynamic or (exists and rows is None)) and budget < longest:
+            yield (
+                f"{key}={budget}: one sequence may have data.max_prompt_length + data.max_response_length = "
+                f"{longest} tokens; raise it"
+            )
+
+
+def sft_token_budget_problems(config: SupervisedConfig) -> Problems:
+    """Yield a token budget below the longest sequence."""
+    budget, longest = config.data.max_token_len_per_gpu, config.data.max_length
+    by_tokens = config.data.use_dynamic_bsz or config.data.micro_batch_size_per_gpu is None
+    if by_tokens and budget < longest:
+        yield (
+            f"data.max_token_len_per_gpu={budget}: one sequence may have data.max_length = {longest} tokens; raise it"
+        )

@@ -1,8 +1,7 @@
 """Rules over several settings of `main_generation` and `main_eval`, before anything starts."""
 
-from hybridrl.config.build import raise_problems
+from hybridrl.config.build import Problems, raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities
-from hybridrl.config.checks.rollout import Problems
 from hybridrl.config.checks.rules import missing_files
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.generation import EvaluationConfig, GenerationConfig

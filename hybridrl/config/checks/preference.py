@@ -6,9 +6,8 @@ The names and settings of losses are arguments, because this package does not im
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.config.build import raise_problems
-from hybridrl.config.checks.rollout import Problems
-from hybridrl.config.checks.rules import SUPERVISED_RULES
+from hybridrl.config.build import Problems, raise_problems
+from hybridrl.config.checks.rules import supervised_problems
 from hybridrl.config.schema.preference import DPOConfig, PreferenceLossConfig, RMConfig
 from hybridrl.config.schema.sft import SupervisedConfig
 from hybridrl.config.unknown_keys import suggest_name
@@ -21,8 +20,7 @@ def check_dpo_config(config: DPOConfig, *, losses: Mapping[str, Any]) -> None:
         config: The config.
         losses: Registered losses by name, each with `settings`, the names that it reads, and `is_paired`.
     """
-    problems = [message for rule in SUPERVISED_RULES for message in rule(config)]
-    problems += loss_problems(config, losses)
+    problems = [*supervised_problems(config), *loss_problems(config, losses)]
     loss = losses.get(config.loss.loss_type)
     problems += pair_budget_problems(config, rows=1 if loss is not None and not loss.is_paired else 2)
     raise_problems(problems)
@@ -30,8 +28,7 @@ def check_dpo_config(config: DPOConfig, *, losses: Mapping[str, Any]) -> None:
 
 def check_rm_config(config: RMConfig) -> None:
     """Raise one ConfigError with all contradictions in `config`; return if there are none."""
-    problems = [message for rule in SUPERVISED_RULES for message in rule(config)]
-    problems += pair_budget_problems(config, rows=2)
+    problems = [*supervised_problems(config), *pair_budget_problems(config, rows=2)]
     if config.model.uses_lora:
         path = config.model.lora_adapter_path
         what = f"lora_rank={config.model.lora_rank}" if path is None else f"lora_adapter_path={path}"

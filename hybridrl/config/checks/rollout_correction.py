@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from hybridrl.config.checks.rollout import Problems
+from hybridrl.config.build import Problems
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.rollout_correction import (

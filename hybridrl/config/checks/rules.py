@@ -11,41 +11,62 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridrl import config as settings
-from hybridrl.config.build import raise_problems
+from hybridrl.config import checks
+from hybridrl.config.build import Problems, idle_problems, raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
-from hybridrl.config.checks.adapters import adapter_problems
-from hybridrl.config.checks.distillation import distillation_problems
 from hybridrl.config.checks.engines import (
     critic_engine_problems,
     elastic_problems,
     engine_problems,
+    sft_token_budget_problems,
     supervised_engine_problems,
+    token_budget_problems,
 )
-from hybridrl.config.checks.estimators import estimator_setting_problems, gdpo_problems, scale_problems
-from hybridrl.config.checks.rollout import (
-    Problems,
-    agent_problems,
-    async_problems,
-    capability_problems,
-    rollout_problems,
-    transport_problems,
-    weight_sync_problems,
+from hybridrl.config.checks.formulas import (
+    estimator_problems,
+    estimator_setting_problems,
+    policy_loss_problems,
 )
-from hybridrl.config.checks.rollout_correction import rollout_correction_problems
-from hybridrl.config.checks.sampling import sampling_problems
-from hybridrl.config.checks.token_budgets import sft_token_budget_problems, token_budget_problems
+from hybridrl.config.checks.rollout import capability_problems, rollout_problems
+from hybridrl.config.introspection import changed
 from hybridrl.config.plugs import REWARD_MANAGERS, TRACKERS
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.data import HubData
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.config.schema.workers import ActorConfig
 from hybridrl.errors import ConfigError
 from hybridrl.registry import Registry
 
-OWN_FORMULA = "algorithm.path=[my_formulas.py] registers formulas of your own"
+ROLLOUT = "actor_rollout_ref.rollout"
+ADAPTER_SETTINGS = [
+    f"{model}.{name}"
+    for model in ("actor_rollout_ref.model", "model")
+    for name in ("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path")
+]
+SAMPLING_SETTINGS = (
+    *("algorithm.filter_groups", "algorithm.select_samples", "algorithm.use_pf_ppo", "algorithm.pf_ppo"),
+    *("data.gen_batch_size", "reward_model.length_reward_coef", "actor_rollout_ref.actor.positive_nll_coef"),
+)
+AGENT_SETTINGS = [
+    f"{ROLLOUT}.{name}"
+    for name in ("mode", "agent", "multi_turn", "progress_timeout_s", "endpoint_port", "endpoint_host")
+]
+AHEAD_SETTINGS = (
+    *(f"{ROLLOUT}.n_gpus_per_node", f"{ROLLOUT}.nnodes", "trainer.lag", "trainer.partial_rollout"),
+    *("trainer.hybrid_rollout", "trainer.staleness", "trainer.replay", "trainer.eval_n_gpus"),
+)
+CORRECTION_SETTINGS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.loss_mode")
+PPO_ONLY = [
+    f"trainer.{name}"
+    for name in (
+        *("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate", "overlap", "lag"),
+        *("partial_rollout", "hybrid_rollout", "staleness", "stale_tokens", "replay", "middleware", "eval_n_gpus"),
+        *("min_ranks", "placement_timeout_s"),
+    )
+]
+Feature = tuple[Iterable[str], Callable[[Any], Problems]]
+"""Settings and sections of a feature, and its rules: they yield nothing if all of these have their defaults."""
 LOGGER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -82,9 +103,11 @@ def check_config(
         else [rule for rule in PPO_RULES if rule not in (data_file_problems, model_path_problems)]
     )
     problems = [message for rule in rules for message in rule(config)]
-    problems += [*capability_problems(config, rollout), *transport_problems(config, transport), *plug_problems]
-    problems += _estimator_problems(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
-    problems += _policy_loss_problems(config, known=known_losses, own_agg_modes=own_agg_modes)
+    problems += [*_feature_problems(config, FEATURES), *capability_problems(config, rollout), *plug_problems]
+    if changed(config, f"{ROLLOUT}.weight_sync"):
+        problems += checks.weight_sync_problems(config, transport)
+    problems += estimator_problems(config, known=known_estimators, group=group_estimators, critic=critic_estimators)
+    problems += policy_loss_problems(config, known=known_losses, own_agg_modes=own_agg_modes)
     needs_critic = config.distillation.task_rewards and config.algorithm.adv_estimator in critic_estimators
     with_critic = needs_critic if config.critic.enable is None else config.critic.enable
     problems += critic_engine_problems(config, used=with_critic)
@@ -94,7 +117,20 @@ def check_config(
 
 def check_sft_config(config: SFTConfig) -> None:
     """Raise one ConfigError with all contradictions in `config`; return if there are none."""
-    raise_problems([message for rule in SUPERVISED_RULES for message in rule(config)])
+    raise_problems(supervised_problems(config))
+
+
+def supervised_problems(config: SupervisedConfig) -> list[str]:
+    """Return the problems of a program that trains one model on fixed data, those of its own settings left out."""
+    problems = [message for rule in SUPERVISED_RULES for message in rule(config)]
+    return [*problems, *_feature_problems(config, [ADAPTERS])]
+
+
+def _feature_problems(config: PPOConfig | SupervisedConfig, features: Iterable[Feature]) -> Problems:
+    """Yield problems of the features that the settings name; the rules of others are not even loaded."""
+    for names, rule in features:
+        if changed(config, *names):
+            yield from rule(config)
 
 
 def data_file_problems(config: PPOConfig | SupervisedConfig) -> Problems:
@@ -266,75 +302,7 @@ def _run_name_problems(trainer: TrainerConfig) -> Problems:
 
 def ppo_only_problems(config: SupervisedConfig) -> Problems:
     """Yield driver settings that have an effect in main_ppo only."""
-    defaults = TrainerConfig()
-    names = ("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate")
-    for key in (
-        *names,
-        "overlap",
-        "lag",
-        "partial_rollout",
-        "hybrid_rollout",
-        "staleness",
-        "stale_tokens",
-        "replay",
-        "middleware",
-        "eval_n_gpus",
-        "min_ranks",
-        "placement_timeout_s",
-    ):
-        value = getattr(config.trainer, key)
-        if value != getattr(defaults, key):
-            yield f"trainer.{key}={value}: has an effect in main_ppo only; leave it out"
-
-
-def _estimator_problems(
-    config: PPOConfig, *, known: Collection[str], group: Collection[str], critic: Collection[str]
-) -> Problems:
-    name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    chosen = config.algorithm.select_samples.k
-    if name not in known:
-        near = settings.suggest_name(name, known)
-        yield f"algorithm.adv_estimator={name}: there is no such estimator; {near}; {OWN_FORMULA}"
-    if not config.distillation.task_rewards:
-        return  # no estimator is used
-    if name in group and samples == 1:
-        yield (
-            f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={name} compares several samples of a prompt; "
-            "set actor_rollout_ref.rollout.n=2 or more"
-        )
-    if name in group and samples > 1 and chosen == 1:
-        yield (
-            f"algorithm.select_samples.k=1: algorithm.adv_estimator={name} compares several samples of a prompt; set "
-            "k=2 or more, or an estimator that does not (star, reinforce_plus_plus)"
-        )
-    if name in critic and config.critic.enable is False:
-        yield (
-            f"critic.enable=false: algorithm.adv_estimator={name} needs values; leave out critic.enable, or "
-            "use another estimator"
-        )
-
-
-def _policy_loss_problems(config: PPOConfig, *, known: Collection[str], own_agg_modes: Mapping[str, str]) -> Problems:
-    name, mode = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.actor.loss_agg_mode
-    if name in own_agg_modes and mode not in (own_agg_modes[name], ActorConfig().loss_agg_mode):
-        yield f"actor_rollout_ref.actor.loss_agg_mode={mode}: {name} always uses {own_agg_modes[name]}; leave it out"
-    scale = config.actor_rollout_ref.actor.loss_scale_factor
-    if scale is not None and (name in own_agg_modes or mode != "seq-mean-token-sum-norm"):
-        yield (
-            f"actor_rollout_ref.actor.loss_scale_factor={scale}: only loss_agg_mode=seq-mean-token-sum-norm divides by "
-            f"it, and this run uses {own_agg_modes.get(name, mode)}; leave it out"
-        )
-    if name == "dro" and config.actor_rollout_ref.actor.policy_loss.dro_beta is None:
-        yield "actor_rollout_ref.actor.policy_loss.loss_mode=dro: needs policy_loss.dro_beta, the weight of its penalty"
-    loss = config.actor_rollout_ref.actor.policy_loss
-    if name == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
-        yield (
-            f"actor_rollout_ref.actor.policy_loss.clip_cov_lb={loss.clip_cov_lb:g}: no covariance is above it and "
-            f"below policy_loss.clip_cov_ub={loss.clip_cov_ub:g}; lower it"
-        )
-    if name not in known:
-        near = settings.suggest_name(name, known)
-        yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: there is no such loss; {near}; {OWN_FORMULA}"
+    yield from idle_problems(config, *PPO_ONLY, why="here, only in main_ppo; leave it out")
 
 
 def _import_problems(registry: Registry[Any], names: Collection[str]) -> Problems:
@@ -360,31 +328,30 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     data_file_problems,
     model_path_problems,
     engine_problems,
-    adapter_problems,
     rollout_problems,
-    agent_problems,
-    weight_sync_problems,
     mini_batch_problems,
-    sampling_problems,
     reward_problems,
     reward_limit_problems,
-    distillation_problems,
     dataset_class_problems,
     world_size_problems,
     elastic_problems,
-    async_problems,
-    rollout_correction_problems,
     validation_problems,
     record_problems,
     estimator_setting_problems,
-    gdpo_problems,
-    scale_problems,
+)
+ADAPTERS: Feature = (ADAPTER_SETTINGS, lambda config: checks.adapter_problems(config))
+FEATURES: tuple[Feature, ...] = (
+    ADAPTERS,
+    (SAMPLING_SETTINGS, lambda config: checks.sampling_problems(config)),
+    (AGENT_SETTINGS, lambda config: checks.agent_problems(config)),
+    (AHEAD_SETTINGS, lambda config: checks.ahead_problems(config)),
+    (CORRECTION_SETTINGS, lambda config: checks.rollout_correction_problems(config)),
+    (["distillation"], lambda config: checks.distillation_problems(config)),
 )
 SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Problems], ...] = (
     data_file_problems,
     trained_model_path_problems,
     supervised_engine_problems,
-    adapter_problems,
     sft_token_budget_problems,
     world_size_problems,
     validation_problems,

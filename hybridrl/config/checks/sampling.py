@@ -1,7 +1,8 @@
 """Rules of the settings that decide which samples a step trains on."""
 
-from hybridrl.config.checks.rollout import OUTSIDE_AGENT, Problems
-from hybridrl.config.schema.ppo import AlgorithmConfig, PFPPOConfig, PPOConfig, SelectSamplesConfig
+from hybridrl.config.build import Problems, idle_problems
+from hybridrl.config.checks.asynchrony import OUTSIDE_AGENT
+from hybridrl.config.schema.ppo import PPOConfig
 
 
 def sampling_problems(config: PPOConfig) -> Problems:
@@ -22,10 +23,11 @@ def _group_problems(config: PPOConfig) -> Problems:
         )
     if not filters.enable:
         if generated != data.train_batch_size and filters.order == "drawn":
-            yield (
-                f"data.gen_batch_size={generated}: has no effect without algorithm.filter_groups.enable=true; leave it "
-                f"out, or set data.train_batch_size={generated}, or algorithm.filter_groups.order=shortest"
+            why = (
+                "without algorithm.filter_groups.enable=true; leave it out, or set "
+                f"data.train_batch_size={generated}, or algorithm.filter_groups.order=shortest"
             )
+            yield from idle_problems(config, "data.gen_batch_size", why=why)
         return
     if samples == 1:
         yield (
@@ -76,9 +78,15 @@ def _selection_problems(config: PPOConfig) -> Problems:
             "algorithm.select_samples.k=1: one score has no variance; set k=2 or more, or "
             "algorithm.select_samples.method=max_reward"
         )
-    if chosen is None and method != SelectSamplesConfig().method:
-        yield f"algorithm.select_samples.method={method}: has no effect without algorithm.select_samples.k; set k"
-    yield from _pf_ppo_problems(algorithm)
+    if chosen is None:
+        why = "without algorithm.select_samples.k; set k"
+        yield from idle_problems(config, "algorithm.select_samples.method", why=why)
+    if not algorithm.use_pf_ppo:
+        yield from idle_problems(
+            config, "algorithm.pf_ppo", why="without algorithm.use_pf_ppo=true; set it, or leave this out"
+        )
+    elif algorithm.pf_ppo.reweight_method != "pow":
+        yield from idle_problems(config, "algorithm.pf_ppo.weight_pow", why="without reweight_method=pow; leave it out")
     if config.distillation.task_rewards:
         yield from _length_reward_problems(config)
         return
@@ -91,18 +99,6 @@ def _selection_problems(config: PPOConfig) -> Problems:
     for key, value in scored.items():
         if value:
             yield f"{key}={value}: needs scores, which a distillation without task rewards has not; leave it out"
-
-
-def _pf_ppo_problems(algorithm: AlgorithmConfig) -> Problems:
-    changed = {key: value for key, value in vars(algorithm.pf_ppo).items() if value != getattr(PFPPOConfig(), key)}
-    if not algorithm.use_pf_ppo:
-        for key, value in changed.items():
-            yield f"algorithm.pf_ppo.{key}={value}: has no effect; set algorithm.use_pf_ppo=true, or leave it out"
-    elif "weight_pow" in changed and algorithm.pf_ppo.reweight_method != "pow":
-        yield (
-            f"algorithm.pf_ppo.weight_pow={changed['weight_pow']}: only algorithm.pf_ppo.reweight_method=pow reads it; "
-            "leave it out"
-        )
 
 
 def _length_reward_problems(config: PPOConfig) -> Problems:

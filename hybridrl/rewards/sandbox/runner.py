@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridrl.rewards import sandbox
+from hybridrl.rewards.sandbox.program import Limits, Outcome, Program, SandboxUnavailable
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,16 @@ class ProgramRunner:
         """How many programs of one response run at the same time: on this machine, other processes have theirs."""
         return 1 if self.url is None else self.max_concurrent
 
-    def run(self, code: str, *, stdin: str = "", files: Mapping[str, bytes], time_limit_s: float) -> "sandbox.Outcome":
+    def run(self, code: str, *, stdin: str = "", files: Mapping[str, bytes], time_limit_s: float) -> Outcome:
         """Return what became of a program. Raises SandboxFailed if the sandbox failed."""
-        limits = sandbox.Limits(wall_s=time_limit_s, memory_mb=self.memory_limit_mb)
-        return self._sandbox.run(sandbox.Program(code, stdin=stdin, files=files, limits=limits))
+        limits = Limits(wall_s=time_limit_s, memory_mb=self.memory_limit_mb)
+        return self._sandbox.run(Program(code, stdin=stdin, files=files, limits=limits))
 
     def check(self) -> str:
         """Return what this sandbox is. Raises SandboxUnavailable with the reason and the way out."""
         if self.budget_s < self.time_limit_s:
             least_s = 2 * self.time_limit_s + 1
-            raise sandbox.SandboxUnavailable(
+            raise SandboxUnavailable(
                 f"reward_model.sandbox_fusion.timeout_s={self.time_limit_s:g} leaves no time for a second test case: "
                 f"set reward_model.timeout_s={least_s:g} or more, or a shorter limit"
             )

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.algos import rollout_correction
 from hybridrl.algos.masked import masked_mean
+from hybridrl.algos.rollout_correction.mismatch import mismatch_stats
 from hybridrl.algos.value_losses import explained_variance
 from hybridrl.config import PPOConfig
 from hybridrl.errors import DataError
@@ -110,7 +110,7 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     rollout, actor = columns["rollout_log_probs"][mask].double(), columns["old_log_probs"][mask].double()
     differences = (rollout.exp() - actor.exp()).abs()
     both = torch.stack([rollout.exp(), actor.exp()])
-    divergence = rollout_correction.mismatch_stats(columns["old_log_probs"], columns["rollout_log_probs"], mask)
+    divergence = mismatch_stats(columns["old_log_probs"], columns["rollout_log_probs"], mask)
     return {
         "training/rollout_probs_diff_max": _or_nan(differences, torch.Tensor.max),
         "training/rollout_probs_diff_mean": _or_nan(differences, torch.Tensor.mean),

@@ -107,7 +107,10 @@ def check(tmp_path):
         ),
         ("critic.enable=false", "algorithm.adv_estimator=gae needs values"),
         ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[]: gdpo needs the rewards it combines"),
-        ("algorithm.gdpo_reward_keys=[a]", "gdpo_reward_keys=['a']: only algorithm.adv_estimator=gdpo reads it"),
+        (
+            "algorithm.gdpo_reward_keys=[a]",
+            "reward_keys=[a]: has no effect with adv_estimator=gae, only with gdpo",
+        ),
         (
             "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1.0]",
             "algorithm.gdpo_reward_weights=[1.0]: must have one weight for each of gdpo_reward_keys=['a', 'b']",
@@ -119,7 +122,7 @@ def check(tmp_path):
         ("algorithm.adv_estimator=maxrl algorithm.use_kl_in_reward=true", "maxrl needs rewards of 0 or more"),
         ("algorithm.adv_estimator=remax algorithm.normalize_reward=true", "baseline of remax is not normalised"),
         ("algorithm.adv_estimator=maxrl algorithm.normalize_reward=true", "maxrl needs the scores as they are"),
-        ("algorithm.lam_alpha=0.1", "algorithm.lam_alpha=0.1: only algorithm.adv_estimator=vapo reads it"),
+        ("algorithm.lam_alpha=0.1", "algorithm.lam_alpha=0.1: has no effect with adv_estimator=gae, only with vapo"),
         (
             "algorithm.adv_estimator=optimal_token_baseline actor_rollout_ref.actor.calculate_sum_pi_squared=false",
             "calculate_sum_pi_squared=false: optimal_token_baseline needs it",
@@ -170,10 +173,10 @@ def check(tmp_path):
             "algorithm.select_samples.k=1: algorithm.adv_estimator=grpo compares several samples of a prompt; set k=2",
         ),
         ("algorithm.select_samples.method=random", "method=random: has no effect without algorithm.select_samples.k"),
-        ("algorithm.pf_ppo.weight_pow=3", "pf_ppo.weight_pow=3.0: has no effect; set algorithm.use_pf_ppo=true"),
+        ("algorithm.pf_ppo.weight_pow=3", "pf_ppo.weight_pow=3: has no effect without algorithm.use_pf_ppo=true"),
         (
             "algorithm.use_pf_ppo=true algorithm.pf_ppo.reweight_method=max_min algorithm.pf_ppo.weight_pow=3",
-            "algorithm.pf_ppo.weight_pow=3.0: only algorithm.pf_ppo.reweight_method=pow reads it",
+            "algorithm.pf_ppo.weight_pow=3: has no effect without reweight_method=pow",
         ),
         (
             "reward_model.length_reward_coef=0.2",
@@ -490,8 +493,8 @@ def test_a_preset_runs_once_it_has_data_and_a_model(check, preset):
             "data.max_length=2000 data.max_token_len_per_gpu=1999",
             "one sequence may have data.max_length = 2000 tokens",
         ),
-        ("trainer.critic_warmup=3", "has an effect in main_ppo only"),
-        ("trainer.val_only=true data.val_files=${data.train_files}", "has an effect in main_ppo only"),
+        ("trainer.critic_warmup=3", "has no effect here, only in main_ppo"),
+        ("trainer.val_only=true data.val_files=${data.train_files}", "has no effect here, only in main_ppo"),
         ("trainer.test_freq=2", "set data.val_files"),
         ("trainer.backend=local trainer.n_gpus_per_node=2", "use trainer.backend=ray"),
         ("", ""),
@@ -576,7 +579,7 @@ def test_a_megatron_layout_fits_the_local_model(check, tmp_path, layout, of_mode
         ("data.max_length=600 data.max_token_len_per_gpu=1199", "2 * data.max_length = 1200 tokens; raise it"),
         ("data.max_length=600 data.max_token_len_per_gpu=599", "one sequence may have data.max_length = 600 tokens"),
         ("data.max_length=600 data.max_token_len_per_gpu=600 loss.loss_type=kto", ""),
-        ("trainer.lag=1", "has an effect in main_ppo only"),
+        ("trainer.lag=1", "has no effect here, only in main_ppo"),
         ("model.lora_rank=4 ref.fsdp_config.param_offload=true", "so there is no second copy to offload"),
         ("megatron.context_parallel_size=2", "has no effect with strategy=fsdp; leave it out"),
         ("strategy=megatron fsdp_config.dtype=float32", "fsdp_config.dtype=float32: has no effect with strategy=mega"),

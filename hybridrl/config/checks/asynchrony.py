@@ -1,0 +1,165 @@
+"""Rules on what runs beside training: agent loops, generation ahead, the transport of weights.
+
+`rules.py` loads them only if the settings name one of these.
+"""
+
+from hybridrl.config.build import Problems, idle_problems
+from hybridrl.config.capabilities import TransportCapabilities
+from hybridrl.config.schema.ppo import PPOConfig
+
+HTTP_AGENT, OUTSIDE_AGENT = "http_agent", "outside_agent"  # agent loops of programs: started, or asking for work
+ENVIRONMENT_LOOPS = ("environment_agent", "verifiers_agent")
+BY_POSITION = ("optimal_token_baseline", "tir_optimal_token_baseline")  # estimators
+ASYNC_SETTINGS = ("agent", "multi_turn", "progress_timeout_s", "endpoint_port", "endpoint_host")  # of rollout
+
+
+def agent_problems(config: PPOConfig) -> Problems:
+    """Yield agent-loop settings without effect, and transports that do not fit `mode=async`."""
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.mode == "sync":
+        idle = (f"{key}.{name}" for name in ASYNC_SETTINGS)
+        yield from idle_problems(config, *idle, why=f"without {key}.mode=async")
+        return
+    if _serves_while_training(config) and rollout.weight_sync.lora == "adapter":
+        yield f"{key}.weight_sync.lora=adapter: {_lost(config)} all weights of the last push; leave it out"
+    if rollout.agent.default_agent_loop in (HTTP_AGENT, OUTSIDE_AGENT):
+        yield from _program_problems(config)
+    if rollout.agent.default_agent_loop in ENVIRONMENT_LOOPS:
+        yield from _environment_problems(config)
+    if not rollout.endpoint_port:
+        yield from idle_problems(config, f"{key}.endpoint_host", why=f"without {key}.endpoint_port")
+
+
+def _program_problems(config: PPOConfig) -> Problems:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    loop = rollout.agent.default_agent_loop
+    if loop == HTTP_AGENT and rollout.agent.program is None:
+        yield f"{key}.agent.default_agent_loop={HTTP_AGENT}: there is no agent to start; set {key}.agent.program"
+    if loop == OUTSIDE_AGENT and rollout.agent.timeout_s is None:
+        yield (
+            f"{key}.agent.default_agent_loop={OUTSIDE_AGENT}: a program that never ends its episode would end the run; "
+            f"set {key}.agent.timeout_s, seconds from its beginning"
+        )
+    if not rollout.endpoint_port:
+        yield f"{key}.agent.default_agent_loop={loop}: agents need the endpoint; set {key}.endpoint_port"
+    if rollout.agent.train_branches and config.algorithm.adv_estimator in BY_POSITION:
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}: compares the tokens of a group position by "
+            f"position, and an agent's conversations are rows of their own; set {key}.agent.train_branches=false"
+        )
+
+
+def _environment_problems(config: PPOConfig) -> Problems:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    name = rollout.agent.default_agent_loop
+    if rollout.multi_turn.interaction_config_path is None and rollout.agent.path is None:
+        yield (
+            f"{key}.agent.default_agent_loop={name}: there is no environment; name the file of their list in "
+            f"{key}.multi_turn.interaction_config_path, or the file of your class in {key}.agent.path"
+        )
+    if name == "verifiers_agent" and not rollout.endpoint_port:
+        yield f"{key}.agent.default_agent_loop={name}: it plays on the endpoint; set {key}.endpoint_port"
+
+
+def weight_sync_problems(config: PPOConfig, transport: TransportCapabilities | None) -> Problems:
+    """Yield transports that do not fit the placement of actor and rollout. None: hybridrl chooses the transport."""
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref.rollout.weight_sync"
+    chosen, pool = policy.rollout.weight_sync, "actor_rollout_ref.rollout.n_gpus_per_node"
+    if transport is not None and transport.streaming and _serves_while_training(config):
+        yield (
+            f"{key}.transport={chosen.transport}: {_lost(config)} weights that the actor no longer has; use "
+            "auto, object_store or disk"
+        )
+    needs_directory = transport is not None and transport.needs_directory
+    if needs_directory and chosen.directory is None:
+        yield f"{key}.transport={chosen.transport}: has no directory; set {key}.directory"
+    if not needs_directory and chosen.directory is not None:
+        yield f"{key}.directory={chosen.directory}: has no effect without {key}.transport=disk"
+    if not policy.rollout.n_gpus_per_node and not chosen.by_placement:
+        yield (
+            f"{key}.transport={chosen.transport}: actor and rollout share their processes, so nothing is "
+            f"transported; leave it out, or give the rollout its own pool with {pool}"
+        )
+    if policy.rollout.n_gpus_per_node and chosen.transport == "in_process":
+        yield f"{key}.transport=in_process: the rollout has processes of its own ({pool}); use auto"
+    if chosen.lora == "adapter" and not policy.model.uses_lora:
+        yield f"{key}.lora=adapter: there are no adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
+
+
+def _serves_while_training(config: PPOConfig) -> bool:
+    """Return whether a rollout in processes of its own answers requests while the actor trains."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.mode == "async" and bool(rollout.n_gpus_per_node and (config.trainer.lag or rollout.endpoint_port))
+
+
+def _lost(config: PPOConfig) -> str:
+    lag, port = config.trainer.lag, config.actor_rollout_ref.rollout.endpoint_port
+    why = f"trainer.lag={lag}" if lag else f"actor_rollout_ref.rollout.endpoint_port={port}"
+    return f"with {why}, a rollout process that restarts while the actor trains needs"
+
+
+def ahead_problems(config: PPOConfig) -> Problems:
+    """Yield settings with which generation cannot run ahead, or would drop every token."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    pool = rollout.n_gpus_per_node
+    if pool and trainer.backend == "local":
+        yield (
+            f"actor_rollout_ref.rollout.n_gpus_per_node={pool}: trainer.backend=local has one process only; "
+            "use trainer.backend=ray"
+        )
+    if not pool:
+        why = "without actor_rollout_ref.rollout.n_gpus_per_node"
+        yield from idle_problems(config, "actor_rollout_ref.rollout.nnodes", why=why)
+    if trainer.eval_n_gpus and trainer.backend == "local":
+        yield (
+            f"trainer.eval_n_gpus={trainer.eval_n_gpus}: trainer.backend=local has one process only; use "
+            "trainer.backend=ray"
+        )
+    if not pool and trainer.lag and trainer.backend == "ray":
+        yield (
+            f"trainer.lag={trainer.lag}: generation and training cannot run concurrently in the same processes; give "
+            "the rollout its own pool with actor_rollout_ref.rollout.n_gpus_per_node, or test it with "
+            "trainer.backend=local"
+        )
+    yield from _hybrid_rollout_problems(config)
+    if trainer.partial_rollout and trainer.lag < 2:
+        yield (
+            "trainer.partial_rollout=true: needs at least two versions of the weights; set trainer.lag=2 or "
+            f"more, not {trainer.lag}"
+        )
+    bound = trainer.staleness
+    if trainer.replay.groups and (bound is None or bound <= trainer.lag):
+        yield (
+            f"trainer.replay.groups={trainer.replay.groups}: limit the age of replayed samples with "
+            f"trainer.staleness above trainer.lag={trainer.lag}, not {bound}"
+        )
+    reuses_samples = trainer.replay.groups or config.algorithm.filter_groups.chooses
+    if bound is not None and bound > trainer.lag and not reuses_samples:
+        yield f"trainer.staleness={bound}: no token gets older than trainer.lag={trainer.lag}; leave it out"
+    if bound is not None and bound < trainer.lag and trainer.stale_tokens == "drop" and not trainer.partial_rollout:
+        yield (
+            f"trainer.staleness={bound} trainer.stale_tokens=drop: responses are trainer.lag={trainer.lag} versions "
+            "old, so all of them would be dropped; use trainer.stale_tokens=wait, or trainer.partial_rollout=true"
+        )
+
+
+def _hybrid_rollout_problems(config: PPOConfig) -> Problems:
+    """Yield settings with which the trainer's devices have nobody to help."""
+    trainer, rollout, key = config.trainer, config.actor_rollout_ref.rollout, "trainer.hybrid_rollout=true"
+    if not trainer.hybrid_rollout:
+        return
+    if not rollout.n_gpus_per_node:
+        yield (
+            f"{key}: without actor_rollout_ref.rollout.n_gpus_per_node the trainer's devices generate everything; set "
+            "it, or leave this out"
+        )
+    elif not trainer.lag:
+        yield (
+            f"{key}: with trainer.lag=0 training and generation take turns, so all devices can do both; leave out "
+            "actor_rollout_ref.rollout.n_gpus_per_node and this, or set trainer.lag=1"
+        )
+    if rollout.mode == "sync":
+        yield (
+            f"{key}: with actor_rollout_ref.rollout.mode=sync a batch is one call, which cannot be divided once it "
+            "runs; use mode=async"
+        )
