@@ -46,7 +46,7 @@ HOMES = {
         "workers/engine/safe_load.py": "metadata of a checkpoint: its own classes only",
         "workers/engine/megatron/checkpoint.py": "weights_only=True",
         "master/job_files/job_file.py": "a SafeLoader",
-        "rewards/process_main.py": OWN_PARENT,
+        "system/child_program.py": OWN_PARENT,
         "rewards/sandbox/inside/first_process.py": OWN_PARENT,
         "framework/parallel/message.py": OWN_PROCESSES,
         "framework/parallel/group_member.py": OWN_PROCESSES,

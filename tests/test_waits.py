@@ -41,7 +41,6 @@ EXCEPTIONS = {
     "master/jobs/submit.py": {"running.wait()": SERVICE, "self._outcome.result()": SERVICE},
     "master/service/job_master.py": {"self._queue.get()": DONE},
     "rewards/sandbox/inside/first_process.py": {"os.waitpid(first, 0)": LIMIT, "watched.wait()": LIMIT},
-    "rewards/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "sdk/data_queue.py": {
         "self._owner()._call(f'DataQueue.{self.name}.{operation}', args, {}, record).result()": CALL,
     },
@@ -62,7 +61,6 @@ EXCEPTIONS = {
         "partial.get()": CALL,
     },
     "serving/concurrency_limit.py": {"semaphore.slots.acquire()": LOOP},
-    "serving/environments/process_main.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "serving/openai/server.py": {"arrived.get()": LOOP},
     "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
     "serving/router.py": {"self._resumed.wait()": LOOP, "asyncio.wait(pumps)": CALL, "pump.exception()": DONE},
@@ -74,6 +72,7 @@ EXCEPTIONS = {
     },
     "single_controller/monitoring/snapshot_store.py": {"answer.result()": DONE, "answer.exception()": DONE},
     "system/child_guard.py": {"guard.wait()": SERVICE},
+    "system/child_program.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},
     "trainer/ppo/loop.py": {"self.pipeline.start_push(self.global_steps).wait()": CALL},
     "trainer/ppo/policy/rollout_pipeline.py": {

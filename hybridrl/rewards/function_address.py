@@ -4,13 +4,14 @@ Nothing is loaded here.
 """
 
 import os
-import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
+
+from hybridrl.system.child_process import frame_of_request
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -59,17 +60,12 @@ class FunctionAddress:
         return self.name if self.path is None else f"{self.path}:{self.name}"
 
     def request(self) -> bytes:
-        """Return the first frame for a score process (`process_main`): this address and this process's Python path."""
-        path = self.path
-        if path is not None and (path.endswith(".py") or "/" in path):
-            path = os.path.abspath(os.path.expanduser(path))
-        request = {
-            "sys_path": [entry or os.getcwd() for entry in sys.path],
-            "path": path,
-            "name": self.name,
-            "pickled": self.pickled,
-            "kwargs": cloudpickle.dumps(dict(self.kwargs)),
-            "arguments": self.arguments,
-            "is_batch": self.arguments == BATCH_ARGUMENTS,
-        }
-        return pickle.dumps(request)
+        """Return the first frame for a score process: this address and this process's Python path."""
+        arguments = {"names": self.arguments, "kwargs": dict(self.kwargs)}
+        return frame_of_request(
+            path=self.path,
+            name=self.name,
+            pickled=self.pickled,
+            arguments=cloudpickle.dumps(arguments),
+            sys_path=[entry or os.getcwd() for entry in sys.path],
+        )

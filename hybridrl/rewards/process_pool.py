@@ -5,12 +5,11 @@ never fails another call. Async functions work. Each process runs its calls one 
 `num_processes` calls overlap.
 
 Used by `manager`, in the driver process. Not here: which calls are made and what a result means (`manager`), and the
-child's side (`process_main`).
+child's side (`reward_calls`).
 """
 
 import logging
 import os
-import pickle
 import selectors
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.rewards.function_address import FunctionAddress
 from hybridrl.rewards.process import CallResult, LoadFailure, ScoreProcess
+from hybridrl.system.child_process import pickled_call
 
 logger = logging.getLogger(__name__)
 REPORT_AFTER_S = 20.0  # two default time limits: a batch that is only slow is done by then
@@ -102,7 +102,7 @@ class ScoreProcessPool:
         """Send every idle process its next calls; smaller chunks towards the end, so that all finish together."""
         share = -(-len(job.waiting) // (2 * self.num_processes))
         for process in self._processes:
-            if process.idle and job.waiting:
+            if process.idle and not process.lost and job.waiting:
                 numbers = [job.waiting.popleft() for _ in range(min(process.chunk_size, share, len(job.waiting)))]
                 process.send_calls(numbers, [job.calls[number] for number in numbers])
 
@@ -164,7 +164,7 @@ class ScoreJob:
         self._repeated: set[int] = set()
         for number, call in enumerate(calls):
             try:
-                self.calls[number] = pickle.dumps(dict(call), protocol=pickle.HIGHEST_PROTOCOL)
+                self.calls[number] = pickled_call("score", **call)
                 self.waiting.append(number)
             except Exception as error:
                 self.set_result(

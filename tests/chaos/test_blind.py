@@ -67,7 +67,7 @@ def test_processes_are_known_by_their_place_and_their_command():
         (16, 14, "ray::WorkerHost"),
         (17, 14, "ray::JobMaster"),
         (18, 11, "python -I -S hybridrl/system/child_guard.py 3 11"),
-        (19, 18, "python -P hybridrl/rewards/process_main.py 4"),
+        (19, 18, "python -P hybridrl/system/child_program.py 4 hybridrl/rewards/reward_calls.py"),
     ]
     found = classify(10, {pid: Process(pid, parent, "S", command) for pid, parent, command in rows})
     assert found == {

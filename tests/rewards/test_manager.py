@@ -429,7 +429,7 @@ def test_functions_that_cannot_be_used_are_rejected_with_key_value_and_fix(loade
         ),
         (
             make_config(mine),
-            f"custom_reward_function.name=compute_score in {mine}: no such function there; it has other; set",
+            f"custom_reward_function.name=compute_score in {mine}: no such name there; it has other; set",
         ),
         (make_config(mine, name="other"), "missing a required argument: 'bonus'"),
         (make_config(mine, name="other", kwargs={"bonus": 1, "malus": 1}), "unexpected keyword argument 'malus'"),

@@ -16,9 +16,9 @@ from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.errors import ConfigError
 from hybridrl.rewards import process
 from hybridrl.rewards.function_address import FunctionAddress
-from hybridrl.rewards.process_main import plain_score
 from hybridrl.rewards.process_pool import ScoreProcessPool
 from hybridrl.rewards.sample_score import read_score
+from hybridrl.system.child_process import pickled_call
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,7 +188,7 @@ def test_a_result_that_is_too_large_fails_its_call_alone(pool):
     scores = pool(memory_mb=2048)
     before, too_large, after = scores.map([call("before"), call("large", 65 << 20), call("after")])
     assert (before.value, after.value) == ("before", "after")
-    assert too_large.reason == "its result has 65 MB; at most 64"
+    assert "its result has 65 MB; at most 64" in too_large.reason
 
 
 def test_a_number_that_no_float_holds_is_a_failed_sample(pool):
@@ -280,8 +280,7 @@ def test_a_process_in_a_session_of_its_own_ends_too(pool, tmp_path, how):
         [child] = scores._processes
         while not child.loaded:
             child.receive()
-        job = __import__("pickle").dumps(call("start a session", str(tmp_path / "pid")))
-        child.send_calls([0], [job])
+        child.send_calls([0], [pickled_call("score", **call("start a session", str(tmp_path / "pid")))])
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             time.sleep(0.02)
         scores.close()
@@ -320,8 +319,3 @@ def test_it_ends_with_its_parent_also_without_the_interpreters_lock(path, tmp_pa
     parent.send_signal(signal.SIGKILL)
     parent.wait(10)
     assert wait_until_gone(pid)
-
-
-def test_keys_and_texts_of_a_result_can_be_written_to_a_file():
-    found = plain_score({"score": 1, "half \ud800": "\udfff", 3: {"\ud800": ["\ud800"]}})
-    assert found == {"score": 1, "half ?": "?", "3": {"?": ["?"]}}

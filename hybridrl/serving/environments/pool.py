@@ -42,7 +42,7 @@ class EnvironmentPool:
             try:
                 yield process
             except BaseException:
-                process.end()
+                process.end_soon()
                 raise
             await self._give_back(process)
 
@@ -79,15 +79,15 @@ class EnvironmentPool:
         with _lock:
             idle, self._idle = self._idle, []
         for process in idle:
-            process.end()
+            process.end_soon()
 
     def _pop(self) -> EnvironmentProcess | None:
         with _lock:
             while self._idle:
                 process = self._idle.pop()
-                if process.is_alive:
+                if process.poll() is None:
                     return process
-                process.end()
+                process.end_soon()
         return None
 
     async def _start(self) -> EnvironmentProcess:
@@ -95,7 +95,7 @@ class EnvironmentPool:
         try:
             await process.load(has_worked=self._has_worked)
         except BaseException:
-            process.end()
+            process.end_soon()
             raise
         self._has_worked = True
         return process
@@ -106,16 +106,16 @@ class EnvironmentPool:
             await process.close_episode()
         except (AgentFailed, DataError) as error:
             logger.warning("a process of the environment %r is replaced: its `close` failed: %s", self.spec.name, error)
-            process.end()
+            process.end_soon()
             return
         except BaseException:
-            process.end()
+            process.end_soon()
             raise
         with _lock:
             if len(self._idle) < self.spec.num_processes:
                 self._idle.append(process)
                 return
-        process.end()
+        process.end_soon()
 
 
 def pool_of(spec: EnvironmentSpec) -> EnvironmentPool:

@@ -1,16 +1,13 @@
 """`EnvironmentProcess`: one environment seen from its parent. Start it, call it with a deadline, kill it.
 
-Runs in the driver process, on any event loop: between two calls it belongs to none. `process_main` is the child's side
-and has the protocol. What a child sends is data and is checked. The limits are for mistakes, and for texts that exhaust
-an environment. They are no sandbox for a hostile one.
+Runs in the driver process, on any event loop: between two calls it belongs to none. `environment_calls` is the child's
+side, and `system/child_process` has the protocol.
 """
 
 import asyncio
-import json
 import math
 import os
-import socket
-import struct
+import pickle
 import sys
 import threading
 from collections.abc import Mapping
@@ -22,17 +19,16 @@ from hybridrl.serving.agent_loop.failures import BAD_DATA
 from hybridrl.serving.environments.base import Answer, Messages
 from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
 from hybridrl.serving.sessions.episodes import row_as_json
-from hybridrl.system.child_process import ChildProcess
+from hybridrl.system.child_process import ChildProgram, ProtocolError, frame_of_request, pickled_call
 
-PROCESS_MAIN = Path(__file__).with_name("process_main.py")
-MAX_FRAME_BYTES = 16 << 20  # of an answer
+CALLS = f"{Path(__file__).with_name('environment_calls.py')}:EnvironmentCalls"
 MAX_TEXT = 1 << 20  # characters of an observation: more than fits into any response
 CRASHED, HANGS, NONSENSE = "environment crashed", "environment hangs", "environment answered nonsense"
 DATA_KINDS = frozenset(cls.__name__ for cls in BAD_DATA)
 NO_DATA_KINDS = frozenset({"OSError", "AssertionError"})  # also where they are ValueErrors
 
 
-class EnvironmentProcess:
+class EnvironmentProcess(ChildProgram):
     """A child that holds one object of an environment's class, and ends with this process.
 
     After a call that failed the process is of no more use: end it.
@@ -43,21 +39,10 @@ class EnvironmentProcess:
 
     def __init__(self, spec: EnvironmentSpec):
         self.spec, self.is_interaction = spec, False
-        self._num_calls = 0
         limits = spec.limits.resolved(spec.num_processes)
-        self._socket, remote = socket.socketpair()
-        self._socket.setblocking(False)
-        with remote:
-            self._child = ChildProcess(
-                [spec.python or sys.executable, "-P", str(PROCESS_MAIN), str(remote.fileno())],
-                limits=limits.of_process(),
-                environment=limits.environment(os.environ),
-                pass_fds=[remote.fileno()],
-            )
-
-    @property
-    def is_alive(self) -> bool:
-        return self._child.poll() is None
+        environment = limits.environment(os.environ)
+        super().__init__(CALLS, python=spec.python, limits=limits.of_process(), environment=environment)
+        self.socket.setblocking(False)
 
     async def load(self, *, has_worked: bool) -> None:
         """Load the class and make the object.
@@ -70,13 +55,15 @@ class EnvironmentProcess:
             AgentFailed: The process ended or did not answer; or that raised an exception.
         """
         spec = self.spec
-        own = [os.getcwd()] + ([] if spec.python else [entry for entry in sys.path if entry])
-        request = {"sys_path": own, "address": spec.address, "config": dict(spec.config), "name": spec.name}
-        answer = await self._answer("load", request, timeout_s=spec.start_timeout_s)
-        if "error" in answer:
-            what = f"the environment {spec.name!r} ({spec.address}) cannot be made: {_error_of(answer)[1]}"
+        path, _, name = spec.address.rpartition(":")
+        arguments = pickle.dumps({"name": spec.name, "config": dict(spec.config)})
+        own = None if spec.python else [os.getcwd(), *(entry for entry in sys.path if entry)]
+        frame = frame_of_request(path=path, name=name, arguments=arguments, sys_path=own)
+        kind, value = await self._answer("load", frame, timeout_s=spec.start_timeout_s)
+        if kind == "failed":
+            what = f"the environment {spec.name!r} ({spec.address}) cannot be made: {value[1]}"
             raise AgentFailed(what, cause=CRASHED) if has_worked else ConfigError(f"{KEY}: {what}")
-        self.is_interaction = bool(answer["ok"])
+        self.is_interaction = bool(value)
 
     async def reset(self, row: Mapping[str, Any]) -> Messages:
         """Begin an episode and return the messages that follow the row's prompt.
@@ -85,18 +72,18 @@ class EnvironmentProcess:
             DataError: The environment refuses the row.
             AgentFailed: It crashed, hangs or answered nonsense.
         """
-        return _as_messages(await self._call("reset", {"row": row}), self.spec.name)
+        return _as_messages(await self._call("reset", row=row_as_json(dict(row))), self.spec.name)
 
     async def step(self, action: str) -> Answer:
         """Return the answer to an action. Raises as `reset`."""
-        return _as_answer(await self._call("step", {"action": action}), self.spec.name)
+        return _as_answer(await self._call("step", action=action), self.spec.name)
 
     async def finish(self) -> float | None:
         """Return the reward of an episode that ends before the environment says so; None: it adds none.
 
         Raises as `reset`.
         """
-        value = await self._call("finish", {})
+        value = await self._call("finish")
         reward = None if value is None else _as_reward(value)
         if reward is not None and not math.isfinite(reward):
             raise AgentFailed(
@@ -108,71 +95,53 @@ class EnvironmentProcess:
 
     async def play(self, task: Mapping[str, Any]) -> Any:
         """Return what the object's `play` returns. The caller limits its time. Raises as `reset`."""
-        return await self._call("play", {"task": task}, timeout_s=math.inf)
+        return await self._call("play", task=row_as_json(dict(task)), timeout_s=math.inf)
 
     async def close_episode(self) -> None:
         """End the episode. Raises as `reset`."""
-        await self._call("close", {})
+        await self._call("close")
 
-    def end(self) -> None:
+    def end_soon(self) -> None:
         """Kill the process and all that it started, without waiting for that."""
-        self._socket.close()
-        threading.Thread(target=self._child.end, name="end of an environment", daemon=True).start()
+        self.socket.close()
+        threading.Thread(target=self.end, name="end of an environment", daemon=True).start()
 
-    async def _call(self, do: str, request: Mapping[str, Any], *, timeout_s: float | None = None) -> Any:
-        answer = await self._answer(do, request, timeout_s=timeout_s or self.spec.step_timeout_s)
-        if "error" not in answer:
-            return answer.get("ok")
-        kinds, text = _error_of(answer)
-        what = f"the environment {self.spec.name!r} raised {text}"
+    async def _call(self, method: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
+        frame = self.frame_of_calls([method], [pickled_call(method, **arguments)])
+        kind, value = await self._answer(method, frame, timeout_s=timeout_s or self.spec.step_timeout_s)
+        if kind == "ok":
+            return value
+        kinds, reason = value
+        what = f"the environment {self.spec.name!r} raised {reason}"
         if DATA_KINDS & set(kinds) and not NO_DATA_KINDS & set(kinds):
             raise DataError(what)
-        raise AgentFailed(what, cause=kinds[0] if kinds else CRASHED)
+        raise AgentFailed(what, cause=kinds[0][:80])
 
-    async def _answer(self, do: str, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Send a request and return the answer to it."""
-        self._num_calls += 1
-        payload = row_as_json({"id": self._num_calls, "do": do, **request}).encode()
-        loop, name = asyncio.get_running_loop(), self.spec.name
+    async def _answer(self, what: str, frame: bytes, *, timeout_s: float) -> tuple[str, Any]:
+        """Send a frame and return kind and value of the answer to it."""
+        name = self.spec.name
         try:
             async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s) as limit:
-                await loop.sock_sendall(self._socket, struct.pack("!I", len(payload)) + payload)
-                (size,) = struct.unpack("!I", await self._receive(4))
-                if size > MAX_FRAME_BYTES:
-                    raise AgentFailed(f"the environment {name!r} sent an answer of {size >> 20} MB", cause=NONSENSE)
-                answer = json.loads(await self._receive(size))
+                return await self._exchange(frame)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise AgentFailed(
-                f"the environment {name!r} did not answer `{do}` within {timeout_s:g} s", cause=HANGS
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise AgentFailed(f"the environment {name!r} sent something that is no answer", cause=NONSENSE) from error
+            text = f"the environment {name!r} did not answer `{what}` within {timeout_s:g} s"
+            raise AgentFailed(text, cause=HANGS) from error
+        except ProtocolError as error:
+            raise AgentFailed(f"the environment {name!r} was ended: {error}", cause=NONSENSE) from error
         except OSError as error:
-            code = await asyncio.to_thread(self._child.end)
-            how = self._child.describe_exit(code)
-            raise AgentFailed(f"the process of the environment {name!r} {how} in `{do}`", cause=CRASHED) from error
-        if not isinstance(answer, dict) or answer.get("id") != self._num_calls:
-            raise AgentFailed(f"the environment {name!r} sent an answer that nobody asked for", cause=NONSENSE)
-        return answer
+            how = self.describe_exit(await asyncio.to_thread(self.end))
+            raise AgentFailed(f"the process of the environment {name!r} {how} in `{what}`", cause=CRASHED) from error
 
-    async def _receive(self, size: int) -> bytes:
-        loop, parts = asyncio.get_running_loop(), bytearray()
-        while len(parts) < size:
-            part = await loop.sock_recv(self._socket, min(size - len(parts), 1 << 20))
-            if not part:
-                raise ConnectionResetError("the process has closed its connection")
-            parts += part
-        return bytes(parts)
-
-
-def _error_of(answer: Mapping[str, Any]) -> tuple[list[str], str]:
-    """Return the classes of an exception and its text."""
-    error = answer["error"]
-    kinds = error.get("kinds") if isinstance(error, dict) else None
-    text = error.get("text") if isinstance(error, dict) else error
-    return [str(kind)[:80] for kind in kinds] if isinstance(kinds, list) else [], str(text)
+    async def _exchange(self, frame: bytes) -> tuple[str, Any]:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self.socket, frame)
+        while data := await loop.sock_recv(self.socket, 1 << 20):
+            for kind, value, _ in self.answers(data):
+                if kind not in ("started", "importing"):
+                    return kind, value
+        raise ConnectionResetError("the process has closed its connection")
 
 
 def _as_messages(value: Any, name: str) -> Messages:

@@ -71,6 +71,8 @@ def test_async_methods_and_the_interactions_of_verl_are_environments(play, tiny_
         ("nan", NONSENSE, FailureSort.INFRASTRUCTURE),
         ("none", NONSENSE, FailureSort.INFRASTRUCTURE),
         ("short", NONSENSE, FailureSort.INFRASTRUCTURE),
+        ("object", "TypeError", FailureSort.INFRASTRUCTURE),
+        ("forge", NONSENSE, FailureSort.INFRASTRUCTURE),
         ("row", "DataError", FailureSort.DATA),
     ],
 )
@@ -84,6 +86,11 @@ def test_a_fault_is_sorted_and_the_next_episode_gets_another_process(play, fault
     assert shared._idle == []
     [output] = play(calm, ({"number": 3}, ["5", "3"]))
     assert output.reward == 0.75
+
+
+def test_a_copy_of_the_process_does_not_answer(play):
+    outputs = play(GUESS, ({"number": 3, "fault": "fork"}, ["3"]), ({"number": 3}, ["5", "3"]))
+    assert [output.reward for output in outputs] == [0.5, 0.75]
 
 
 def test_rows_and_templates_that_do_not_fit_are_refused(play, tiny_tokenizer, monkeypatch):

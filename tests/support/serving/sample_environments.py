@@ -96,6 +96,14 @@ def misbehave(fault: str) -> Any:
         time.sleep(3600)
     if fault == "memory":
         return len(bytearray(8 << 30))
+    if fault == "forge":
+        answer = b'[1, 2, "ok", ["", 9.0, true], true]'
+        for name in os.listdir("/proc/self/fd"):
+            if os.path.exists(f"/proc/self/fd/{name}") and "socket" in os.readlink(f"/proc/self/fd/{name}"):
+                os.write(int(name), len(answer).to_bytes(4, "big") + answer)
+    if fault == "fork":
+        os.fork()
+        return "", 0.5, True
     if fault == "bug":
         raise TypeError("a list is no number")
-    return {"nan": ("?", float("nan"), False), "none": (None, 1.0, False), "short": ("?", 1.0)}[fault]
+    return {"nan": ("?", float("nan"), False), "none": (None, 1.0, False), "short": ("?", 1.0)}.get(fault, object())
