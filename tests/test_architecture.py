@@ -25,12 +25,9 @@ MORE_MODULES = {
 CONTRACTS = {"layers": LayersContract, "forbidden": ForbiddenContract, "independence": IndependenceContract}
 LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
 TWINS = {
-    "Answer": "to be renamed",
     "HybridRollout": "to be renamed",
-    "LoadFailure": "to be renamed",
     "Pending": "to be renamed",
     "Plan": "to be renamed",
-    "Program": "to be renamed",
     "Role": "to be renamed",
     "RoleProcesses": "to be renamed",
     "ShortRound": "to be renamed",

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hybridrl.simulation.clock import TimedRef, VirtualClock
-from hybridrl.simulation.worker import COLLECTIVE, Answer, TimedWorker, Workload
+from hybridrl.simulation.worker import COLLECTIVE, TimedAnswer, TimedWorker, Workload
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.node_slots import ResourcePool
@@ -56,7 +56,7 @@ class TimedWorkerGroup(LocalWorkerGroup[TimedWorker]):
         for rank, own in zip(ranks, arguments, strict=True):
             with self.clock.in_worker():
                 args, kwargs = self._read(*own)
-                answer: Answer = getattr(self.members[rank], method)(*args, **kwargs)
+                answer: TimedAnswer = getattr(self.members[rank], method)(*args, **kwargs)
                 answers.append(answer)
                 starts.append(self.clock.free_from((self.pool, rank)))
         self.clock.workers_cpu_s += time.thread_time() - start_cpu_s
@@ -74,7 +74,7 @@ class TimedWorkerGroup(LocalWorkerGroup[TimedWorker]):
         )
 
     def _occupy(
-        self, ranks: Sequence[int], answers: Sequence[Answer], starts: Sequence[float], *, together: bool
+        self, ranks: Sequence[int], answers: Sequence[TimedAnswer], starts: Sequence[float], *, together: bool
     ) -> list[float]:
         """Let the ranks' devices do this work, and return when each has its answer."""
         if together:

@@ -46,7 +46,7 @@ class Workload:
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """What a call of a stand-in returns, and the seconds of its phases."""
 
     value: Any
@@ -54,7 +54,7 @@ class Answer:
 
 
 class TimedWorker(ActorRolloutRefWorker):
-    """One process of the policy that takes no time; its methods return an `Answer`.
+    """One process of the policy that takes no time; its methods return an `TimedAnswer`.
 
     Args:
         config: Settings of the whole job.
@@ -85,24 +85,24 @@ class TimedWorker(ActorRolloutRefWorker):
             self._register_dispatch_collect_info(ROLLOUT_MESH, self.rank // num_peers, self.rank % num_peers == 0)
         ranks = self.workload.costs.train_ranks
         self._register_dispatch_collect_info(ENGINE_MESH, self.rank // ranks, self.rank % ranks == 0)
-        return Answer(None)
+        return TimedAnswer(None)
 
     def query_mesh_place(self, mesh_name: str) -> Any:
-        return Answer(super().query_mesh_place(mesh_name))
+        return TimedAnswer(super().query_mesh_place(mesh_name))
 
     def open_weight_channel(self, transport: str, num_receivers: int) -> Any:
-        return Answer(None)  # as of a transport that stores the weights: no rank waits for another
+        return TimedAnswer(None)  # as of a transport that stores the weights: no rank waits for another
 
     def send_weights(self, version: int, adapters: bool = False) -> Any:
-        return Answer(_Receipt(version) if self.rank == 0 else None, [self.workload.costs.push_s()])
+        return TimedAnswer(_Receipt(version) if self.rank == 0 else None, [self.workload.costs.push_s()])
 
     def receive_weights(self, version: int, sent: Any, adapters: bool = False) -> Any:
         self.version = version
-        return Answer(self._health(), [self.workload.costs.push_s()])
+        return TimedAnswer(self._health(), [self.workload.costs.push_s()])
 
     def update_weights(self, version: int, adapters: bool = False) -> Any:
         self.version = version
-        return Answer(self._health(), [self.workload.costs.push_s()])
+        return TimedAnswer(self._health(), [self.workload.costs.push_s()])
 
     def _health(self) -> RolloutHealth:
         return RolloutHealth(self.version, fingerprint=self.version, received=self.version)
@@ -115,10 +115,10 @@ class TimedWorker(ActorRolloutRefWorker):
     def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> Any:
         return self._generate(prompts, max_new_tokens, weights_version, partial=True)
 
-    def _generate(self, prompts: DataProto, columns: int, version: int | None, *, partial: bool) -> Answer:
+    def _generate(self, prompts: DataProto, columns: int, version: int | None, *, partial: bool) -> TimedAnswer:
         self._check_version(version)
         if not self._is_output_rank:
-            return Answer(None)
+            return TimedAnswer(None)
         request = GenerationRequest.of(prompts.meta_info)
         sampling = sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
         lengths = self.workload.lengths.draw(cast(torch.Tensor, prompts.batch["seeds"]), sampling.n)
@@ -128,12 +128,12 @@ class TimedWorker(ActorRolloutRefWorker):
             versions = batch.batch["weights_version"][:, None].expand_as(generated.mask)
             batch.batch["token_versions"] = versions.masked_fill(generated.mask == 0, -1)
         limit = columns * self.workload.unit
-        return Answer(batch, [self._generate_s(lengths.clamp(max=limit))])
+        return TimedAnswer(batch, [self._generate_s(lengths.clamp(max=limit))])
 
     def continue_sequences(self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None) -> Any:
         self._check_version(weights_version)
         if not self._is_output_rank:
-            return Answer(None)
+            return TimedAnswer(None)
         columns, n = batch.batch, self.config.actor_rollout_ref.rollout.n
         done = columns["responses"].shape[1]
         lengths = self.workload.lengths.draw(cast(torch.Tensor, columns["seeds"])[::n], n)
@@ -159,7 +159,7 @@ class TimedWorker(ActorRolloutRefWorker):
         tokens_done = done * self.workload.unit
         left = lengths[lengths > tokens_done] - tokens_done
         seconds = self._generate_s(left.clamp(max=max_new_tokens * self.workload.unit), done=tokens_done)
-        return Answer(result, [seconds])
+        return TimedAnswer(result, [seconds])
 
     def _tokens(self, lengths: torch.Tensor, done: int, columns: int) -> GeneratedTokens:
         """Return columns `done` to `done + columns` of responses (S,) of these lengths in tokens."""
@@ -189,10 +189,10 @@ class TimedWorker(ActorRolloutRefWorker):
     def compute_ref_log_prob(self, data: DataProto) -> Any:
         return self._score(data, {"ref_log_prob": 0.0})
 
-    def _score(self, data: DataProto, columns: dict[str, float]) -> Answer:
+    def _score(self, data: DataProto, columns: dict[str, float]) -> TimedAnswer:
         costs, shape = self.workload.costs, data.batch["responses"].shape
         values = {name: torch.full(shape, value) for name, value in columns.items()}
-        return Answer(DataProto.from_dict(values), [costs.call_overhead_s + costs.score_s(_lengths(data))])
+        return TimedAnswer(DataProto.from_dict(values), [costs.call_overhead_s + costs.score_s(_lengths(data))])
 
     def update_actor(self, data: DataProto) -> Any:
         costs, phases = self.workload.costs, []
@@ -201,7 +201,7 @@ class TimedWorker(ActorRolloutRefWorker):
         self.num_updates += len(phases)
         count = float(self.num_updates)
         metrics = {"actor/pg_loss": [0.0], "actor/grad_norm": [1.0], "actor/num_updates": [count]}
-        return Answer(DataProto(meta_info={"metrics": metrics}), phases)
+        return TimedAnswer(DataProto(meta_info={"metrics": metrics}), phases)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridrl.rewards.sandbox import Limits, LocalSandbox, Outcome, Program, SandboxSession, Verdict
+from hybridrl.rewards.sandbox.job import refusal
 from hybridrl.rewards.sandbox.local import RUN_PYTHON, python_file
-from hybridrl.rewards.sandbox.program import refusal
 
 SECRET = f"secret-{uuid.uuid4().hex}"
 VARIABLE = "HYBRIDRL_TEST_SECRET"

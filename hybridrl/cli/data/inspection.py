@@ -21,7 +21,7 @@ LONGEST = ("half", 50), ("95 %", 95), ("longest", 100)  # percentiles of lengths
 
 
 @dataclass(frozen=True)
-class Program:
+class TrainingProgram:
     """A program, and what it reads in the columns of a row."""
 
     name: str
@@ -31,18 +31,18 @@ class Program:
 
 PROMPT = "prompt: a text, or messages with role and content"
 PROGRAMS = (
-    Program("main_sft", ("messages",), {"messages": "conversation; the loss is on the assistant's tokens"}),
-    Program(
+    TrainingProgram("main_sft", ("messages",), {"messages": "conversation; the loss is on the assistant's tokens"}),
+    TrainingProgram(
         "main_dpo or main_rm",
         ("prompt", "chosen", "rejected"),
         {"prompt": PROMPT, "chosen": "the preferred response", "rejected": "the other response"},
     ),
-    Program(
+    TrainingProgram(
         "main_dpo loss.loss_type=kto",
         ("prompt", "completion", "label"),
         {"prompt": PROMPT, "completion": "a response", "label": "whether the response is desirable"},
     ),
-    Program(
+    TrainingProgram(
         "main_ppo",
         ("prompt",),
         {
@@ -58,7 +58,7 @@ PROGRAMS = (
 )
 
 
-def program_of(columns: Mapping[str, Any]) -> Program | None:
+def program_of(columns: Mapping[str, Any]) -> TrainingProgram | None:
     """Return the program whose columns are there, None if none is."""
     return next((program for program in PROGRAMS if columns.keys() >= {*program.needs}), None)
 
@@ -83,7 +83,9 @@ def inspect_file(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _summary(file: str, rows: ParquetRows, columns: Mapping[str, Any], program: Program | None) -> Iterator[str]:
+def _summary(
+    file: str, rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram | None
+) -> Iterator[str]:
     yield f"{file}: {len(rows)} rows, " + (f"for {program.name}" if program else "for no program")
     yield f"  {'column':16}{'filled':>8}  {'type':{WIDTH}} meaning"
     meanings = {} if program is None else program.meanings
@@ -94,7 +96,7 @@ def _summary(file: str, rows: ParquetRows, columns: Mapping[str, Any], program: 
         yield f"  and {len(columns) - MAX_SHOWN} more"
 
 
-def _problems(rows: ParquetRows, columns: Mapping[str, Any], program: Program) -> list[str]:
+def _problems(rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram) -> list[str]:
     """Return what is refused without a tokenizer: wrong types, and rows that are none."""
     if not len(rows):
         return ["the file has no rows"]
@@ -129,7 +131,7 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def _write_lengths(rows: ParquetRows, program: Program, model: str) -> list[str]:
+def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str) -> list[str]:
     """Print the lengths in tokens of the first column that the program needs, and return what is refused."""
     tokenizer = load_tokenizer(model, key="--model")
     key = program.needs[0]
@@ -161,7 +163,7 @@ def token_lengths(rows: ParquetRows, key: str, tokenizer: Any, *, limit: int = s
     return lengths
 
 
-def _notes(rows: ParquetRows, columns: Mapping[str, Any], program: Program) -> Iterator[str]:
+def _notes(rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram) -> Iterator[str]:
     """Yield what is not refused, and may surprise."""
     if program.name != "main_ppo":
         return

@@ -19,8 +19,8 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from hybridrl.rewards.sandbox.program import Limits, Outcome, Program, SandboxFailed, SandboxUnavailable, Verdict
-from hybridrl.rewards.sandbox.program import refusal as refusal_of
+from hybridrl.rewards.sandbox.job import Limits, Outcome, Program, SandboxFailed, SandboxUnavailable, Verdict
+from hybridrl.rewards.sandbox.job import refusal as refusal_of
 
 KEY = "reward_model.sandbox_fusion.url"
 MAX_TRIES = 4

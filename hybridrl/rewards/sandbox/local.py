@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.rewards.sandbox.program import (
+from hybridrl.rewards.sandbox.job import (
     Limits,
     Outcome,
     Program,

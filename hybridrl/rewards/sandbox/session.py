@@ -19,6 +19,7 @@ from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Self
 
+from hybridrl.rewards.sandbox.job import Limits, Outcome, SandboxFailed, SandboxUnavailable, Verdict
 from hybridrl.rewards.sandbox.local import (
     ENVIRONMENT,
     SETUP_TIMEOUT_S,
@@ -29,7 +30,6 @@ from hybridrl.rewards.sandbox.local import (
     own_command,
     visible_files,
 )
-from hybridrl.rewards.sandbox.program import Limits, Outcome, SandboxFailed, SandboxUnavailable, Verdict
 
 SHELL = ["/bin/bash", "-c", 'cd -- "$1" && exec /bin/bash -c "$2"', "bash"]
 MAX_COMMAND_BYTES = 100_000  # the kernel allows 131,072 per argument

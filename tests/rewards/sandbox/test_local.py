@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.rewards.sandbox import Limits, LocalSandbox, Program, SandboxFailed, SandboxUnavailable, Verdict, local
-from hybridrl.rewards.sandbox.program import Outcome
+from hybridrl.rewards.sandbox.job import Outcome
 from hybridrl.serving.agent_loop.failures import FailureSort, sort_failure
 
 
