@@ -54,13 +54,17 @@ def call_in_task(fn: Callable, stages: int, steps: int, *, timer: bool) -> Calla
     return run
 
 
-def call_in_threads(stages: int, steps: int, *, async_mode: bool) -> Callable[[], None]:
-    """Run independent stages: all of a step start at once."""
+def call_concurrently(stages: int, steps: int, *, async_mode: bool) -> Callable[[], None]:
+    """Run independent stages: all of a step start at once, in threads or with submitted work."""
+
+    def submitted(ctx):
+        yield
 
     def run() -> None:
         with Task(async_mode=async_mode, ctx=OnlineRLContext(batch={})) as task:
             for i in range(stages):
-                task.use(stage(f"stage {i}", writes=[f"column {i}"])(lambda ctx: None))
+                fn = (lambda ctx: None) if async_mode else submitted
+                task.use(stage(f"stage {i}", writes=[f"column {i}"], submits=not async_mode)(fn))
             task.run(max_step=steps, overlap=None if async_mode else {})
 
     return run
@@ -84,11 +88,11 @@ def main() -> None:
     for async_mode in (False, True):
         steps = args.steps // 10
         cost = (
-            seconds(call_in_threads(args.stages, steps, async_mode=async_mode), args.repeats)
+            seconds(call_concurrently(args.stages, steps, async_mode=async_mode), args.repeats)
             / (args.stages * steps)
             * 1e6
         )
-        name = "threads, async_mode" if async_mode else "threads, overlap"
+        name = "threads, async_mode" if async_mode else "Task with overlap"
         print(f"  plain  in {name:20} {cost:6.2f}")
 
 

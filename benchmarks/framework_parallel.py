@@ -17,6 +17,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import ray
@@ -170,13 +171,22 @@ def nap(name: str, seconds: float) -> Callable:
     return stage(name, writes=[name])(lambda ctx: time.sleep(seconds))
 
 
+def submitted_nap(name: str, seconds: float, pool: ThreadPoolExecutor) -> Callable:
+    def work(ctx):
+        future = pool.submit(time.sleep, seconds)
+        yield
+        future.result()
+
+    return stage(name, writes=[name], submits=True)(work)
+
+
 def step(seconds: float, *, async_mode: bool = False, overlap: dict | None = None) -> Callable[[], float]:
     """Return a function that runs one step of three stages and returns its milliseconds."""
 
     def run() -> float:
-        with Task(async_mode=async_mode, ctx=OnlineRLContext()) as task:
+        with Task(async_mode=async_mode, ctx=OnlineRLContext()) as task, ThreadPoolExecutor(3) as pool:
             for name in ("first", "second", "third"):
-                task.use(nap(name, seconds))
+                task.use(nap(name, seconds) if overlap is None else submitted_nap(name, seconds, pool))
             return clock(lambda: task.run(max_step=1, overlap=overlap))()
 
     return run

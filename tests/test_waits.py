@@ -30,7 +30,6 @@ EXCEPTIONS = {
     "driver/lifecycle.py": {"channel.recv(RECEIVE_BYTES)": PARENT},
     "evaluation/endpoint.py": {"task.result()": DONE},
     "framework/composition.py": {"future.result()": DONE, "future.exception()": DONE},
-    "framework/overlap.py": {"wait(running, return_when=FIRST_COMPLETED)": STAGES},
     "framework/parallel/inbox.py": {"self._changed.wait()": IDLE},
     "framework/parallel/outbox.py": {"self._changed.wait()": IDLE},
     "framework/threads.py": {
@@ -74,7 +73,9 @@ EXCEPTIONS = {
     "system/child_guard.py": {"guard.wait()": SERVICE},
     "system/child_program.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},
-    "trainer/ppo/loop.py": {"self.pipeline.start_push(self.global_steps).wait()": CALL},
+    "trainer/ppo/loop.py": {"self.pipeline.start_push(self.global_steps).wait()": CALL, "call.get()": CALL},
+    "trainer/ppo/trainer.py": {"call.get()": CALL},
+    "trainer/submitted_call.py": {"future.get()": CALL},
     "trainer/ppo/policy/rollout_pipeline.py": {
         "self.greedy.get()": CALL,
         "self.responses.get()": CALL,

@@ -1,42 +1,11 @@
 """The training loop: named stages over a context, in one process or several.
 
-Public names of the room. It imports no reinforcement-learning code and no torch. `Parallel` is loaded when it is first
-asked for.
+Public names, listed in `__init__.pyi`, are loaded when they are first asked for. The room imports no
+reinforcement-learning code and no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from hybridrl.framework.context import Context, OfflineRLContext, OnlineRLContext
-from hybridrl.framework.events.event_loop import EventLoop
-from hybridrl.framework.events.labels import Role, VoidMiddleware
-from hybridrl.framework.experiment import ding_init
-from hybridrl.framework.stage import StageSpec, spec_of, stage
-from hybridrl.framework.step_timer import StepTimer
-from hybridrl.framework.task import Task, task
+from hybridrl.framework.stage import stage as stage  # here, because its module has the same name
 
-if TYPE_CHECKING:
-    from hybridrl.framework.parallel.runner import Parallel
-
-__all__ = [
-    "Context",
-    "EventLoop",
-    "OfflineRLContext",
-    "OnlineRLContext",
-    "Parallel",
-    "Role",
-    "StageSpec",
-    "StepTimer",
-    "Task",
-    "VoidMiddleware",
-    "ding_init",
-    "spec_of",
-    "stage",
-    "task",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name == "Parallel":
-        return import_module("hybridrl.framework.parallel.runner").Parallel
-    raise AttributeError(f"module 'hybridrl.framework' has no attribute {name!r}")
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,14 +3,12 @@
 A `Task` makes one per step. It is not a store: whatever is not kept is dropped before the next step.
 """
 
-import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
-INTERNAL_KEYS = ("_kept", "_fork_base")  # attributes that are not values of the step
-MISSING = object()
+KEPT = "_kept"  # attribute that is not a value of the step: the names that `keep` has got
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -38,7 +36,7 @@ class Context:
 
         A key may be set after it is kept.
         """
-        self.__dict__.setdefault("_kept", set()).update(keys)
+        self.__dict__.setdefault(KEPT, set()).update(keys)
 
     def renew(self) -> "Context":
         """Return the context of the next step.
@@ -47,58 +45,13 @@ class Context:
         """
         new = type(self)()
         old_values, values = self.__dict__, new.__dict__
-        if kept := old_values.get("_kept"):
+        if kept := old_values.get(KEPT):
             new.keep(*kept)
             for key in kept:
                 if key in old_values:
                     values[key] = old_values[key]
         values["total_step"] = old_values["total_step"] + 1
         return new
-
-    def fork(self) -> Self:
-        """Return a copy for a stage that runs concurrently with others.
-
-        Concurrent stages then see no partial results of each other. Containers are copied (`copy`); everything else is
-        shared. `join` merges what the stages changed.
-        """
-        self.keep()  # creates the set of kept names, which both then share
-        child = copy.copy(self)
-        vars(child).update({key: self.copy(value) for key, value in vars(self).items()})
-        vars(child)["_fork_base"] = {key: self.copy(value) for key, value in vars(child).items()}
-        return child
-
-    def join(self, child: "Context") -> None:
-        """Merge what changed in a fork into this context.
-
-        Afterwards the fork shares this context's values, so that references to it see the changes of all stages.
-        """
-        before = vars(child).pop("_fork_base")
-        for key, value in vars(child).items():
-            earlier = before.get(key, MISSING)
-            if (
-                key not in INTERNAL_KEYS
-                and not self.merge_changes(vars(self).get(key), earlier, value)
-                and value is not earlier
-            ):
-                self[key] = value
-        for key in before.keys() - vars(child).keys():
-            vars(self).pop(key, None)
-        child.__dict__ = self.__dict__
-
-    def copy(self, value: Any) -> Any:
-        """Return a copy of a container that several stages may change; any other value unchanged."""
-        return copy.copy(value) if isinstance(value, dict) else value
-
-    def merge_changes(self, mine: Any, before: Any, theirs: Any) -> bool:
-        """Apply to `mine` the entries that differ between the copies `before` and `theirs`.
-
-        Returns:
-            False if they are not containers of a known kind; the caller then replaces `mine` by `theirs`.
-        """
-        if not all(isinstance(value, dict) for value in (mine, before, theirs)):
-            return False
-        apply_changes(mine, before, theirs)
-        return True
 
     def get(self, key: str, default: Any = None) -> Any:
         return vars(self).get(key, default)
@@ -154,22 +107,10 @@ class Context:
         return key in vars(self)
 
     def __iter__(self) -> Iterator[str]:
-        return (key for key in vars(self) if key not in INTERNAL_KEYS)
+        return (key for key in vars(self) if key != KEPT)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(total_step={self.total_step}, finish={self.finish}, holds {sorted(self)})"
-
-
-def apply_changes(mine: MutableMapping, before: Mapping, theirs: Mapping) -> None:
-    """Update `mine` by the difference between `before` and `theirs`.
-
-    Entries that are new in `theirs`, or another object there, are set. Entries that `theirs` no longer has are removed.
-    """
-    for key, value in theirs.items():
-        if before.get(key, MISSING) is not value:
-            mine[key] = value
-    for key in [key for key in before.keys() if key not in theirs.keys() and key in mine.keys()]:
-        del mine[key]
 
 
 @dataclass(repr=False, eq=False)

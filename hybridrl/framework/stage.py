@@ -1,16 +1,25 @@
-"""Stage declarations: name, role, columns read and written, purity.
+"""Stage declarations: name, role, columns read and written, purity, submission.
 
 A trainer declares its step as a list of `Stage`, and a single function with the decorator `stage`. The task, the stage
 graph and the master read the declaration with `spec_of`.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Self
 
 StageFn = Callable[[Any], Any]  # takes the context; a generator function has a second half after its one `yield`
+Wrapper = Callable[[StageFn], StageFn]
+DeviceSlots = Mapping[str, Collection]  # role -> its device slots; a role without any takes no turns
+
+
+class VoidMiddleware:
+    """A stage without work: `Task.use` leaves it out, and a call does nothing."""
+
+    def __call__(self, ctx: Any) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,7 @@ class StageSpec:
     reads: tuple[str, ...] = ()  # required columns of the batch
     writes: tuple[str, ...] = ()  # columns of the batch that it adds or replaces
     pure: bool = False  # running it again has the same effect
+    submits: bool = False  # its first half starts work elsewhere, its second half takes the result (see `overlap.py`)
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Stage:
         reads: Required columns of the batch.
         writes: Columns of the batch that it adds or replaces.
         pure: Whether running it again has the same effect. One that is not pure runs once per step.
+        submits: Whether `method` is a generator function that starts work elsewhere, and yields before it needs it.
         enabled: Whether the step has this stage.
     """
 
@@ -44,6 +55,7 @@ class Stage:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     pure: bool = True
+    submits: bool = False
     enabled: bool = True
 
     def when(self, condition: Any) -> Self:
@@ -54,7 +66,7 @@ class Stage:
     def spec(self) -> StageSpec:
         """The declaration, without repeated columns."""
         reads, writes = (tuple(dict.fromkeys(columns)) for columns in (self.reads, self.writes))
-        return StageSpec(self.name or self.method.__name__, self.role, reads, writes, self.pure)
+        return StageSpec(self.name or self.method.__name__, self.role, reads, writes, self.pure, self.submits)
 
     def bind(self, trainer: Any) -> StageFn:
         """Return the stage as a function of the context, with its spec."""
@@ -68,6 +80,7 @@ def stage(
     reads: Iterable[str] = (),
     writes: Iterable[str] = (),
     pure: bool = True,
+    submits: bool = False,
 ) -> Callable[[StageFn], StageFn]:
     """Return a decorator that attaches a `StageSpec` to a stage.
 
@@ -77,7 +90,7 @@ def stage(
         raise TypeError(f"stage() takes a name, not {name!r}; write @stage() with parentheses")
 
     def decorate(fn: StageFn) -> StageFn:
-        spec = StageSpec(name or fn.__name__, role, tuple(reads), tuple(writes), pure)
+        spec = StageSpec(name or fn.__name__, role, tuple(reads), tuple(writes), pure, submits)
         try:
             fn.stage_spec = spec  # type: ignore[attr-defined]
         except AttributeError:  # a bound method has no attributes of its own

@@ -19,16 +19,10 @@ class StageThreads:
     """
 
     def __init__(self, num_threads: int) -> None:
-        if num_threads < 1:
-            raise ValueError(f"{num_threads} threads cannot run stages; give at least 1")
         self._num_threads = num_threads
         self._calls: Calls = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished: set[Future] = set()
-
-    def resize(self, num_threads: int) -> None:
-        """Raise the number of concurrent calls to `num_threads`; it never gets lower."""
-        self._num_threads = max(self._num_threads, num_threads)
 
     def submit(self, call: Callable[[], Any]) -> Future:
         """Return the future of `call()`."""

@@ -19,6 +19,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.load import compose_settings
 from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import spec_of, with_spec
+from hybridrl.framework.step_runner import run_once
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import RewardOutput, at_last_token, reward_positions
 from hybridrl.simulation.clock import VirtualClock
@@ -179,13 +180,13 @@ class _TimedTrainer(RayPPOTrainer):
 
     def _timed(self, stage: Any) -> Any:
         @functools.wraps(stage)
-        def timed(ctx: BatchContext) -> Any:
+        def timed(ctx: BatchContext) -> None:
             clock = self.policy.actor.clock
-            start, result = clock.now_s, stage(ctx)
+            start = clock.now_s
+            run_once([stage], ctx)
             if spec_of(stage).name == "next_batch":
                 self.stages_s.append({})
             self.stages_s[-1][spec_of(stage).name] = clock.now_s - start
-            return result
 
         return with_spec(timed, spec_of(stage))
 

@@ -18,9 +18,8 @@ from hybridrl import single_controller
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.driver.run_context import RunContext
-from hybridrl.framework import OnlineRLContext
-from hybridrl.framework.overlap import DeviceSlots
-from hybridrl.framework.stage import Stage, StageFn
+from hybridrl.framework.context import OnlineRLContext
+from hybridrl.framework.stage import DeviceSlots, Stage, StageFn
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup, launch_locally
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer import recovery
@@ -270,6 +269,7 @@ class Trainer:
                 first_step=self.global_steps + 1,
                 change=functools.partial(apply_middleware, trainer=self),
                 device_slots=self.device_slots(),
+                queued=self.config.trainer.colocate == "process",
                 wrappers=[self.ledger, *column_checks(self.columns)],
             )
             self.end()
@@ -282,7 +282,7 @@ class Trainer:
         return 0
 
     def device_slots(self) -> DeviceSlots | None:
-        """Return role -> device slots if independent stages run concurrently, else None."""
+        """Return role -> device slots if work that was submitted runs beside other stages, else None."""
         return None
 
     def begin(self) -> None:

@@ -129,7 +129,7 @@ def test_later_failures_become_notes_of_the_first_and_their_generators_are_close
 
     def wait_for_the_first():
         until = time.monotonic() + LIMIT_S
-        while task._step_error is None and time.monotonic() < until:
+        while task.runner.error is None and time.monotonic() < until:
             time.sleep(0.01)
 
     def guarded(ctx):

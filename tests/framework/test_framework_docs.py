@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl import framework
-from hybridrl.framework import Context, OnlineRLContext, Parallel, StepTimer, Task, ding_init
+from hybridrl.framework import Context, OnlineRLContext, Parallel, StepTimer, Task, TaskEvents, ding_init
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "framework.md").read_text()
@@ -80,7 +80,7 @@ def test_all_names_in_the_table_exist():
     owners = (framework, Task(), Context(), OnlineRLContext(), Parallel(), Parallel, framework.Role)
     arguments = {
         name
-        for call in (Task.__init__, Task.emit, Task.use, Parallel.runner, StepTimer.__init__, ding_init)
+        for call in (Task.__init__, TaskEvents.emit, Task.use, Parallel.runner, StepTimer.__init__, ding_init)
         for name in call.__annotations__
     }
     not_identifiers = {

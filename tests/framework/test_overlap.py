@@ -1,22 +1,21 @@
-"""Overlap: concurrent stages, their dependencies, and equality with the serial result."""
+"""Overlap: submitted work beside other stages, what waits for what, and equality with the result in order."""
 
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.framework import OnlineRLContext, StageSpec, StepTimer, Task, stage
-from hybridrl.framework.overlap import OverlapPlan, conflict, dependencies
+from hybridrl.framework.overlap import Half, conflict, schedule
 
 NAP = 0.1
 SLOTS = {"actor": {0, 1}, "ref": {1, 2}, "critic": {3}}
 
 
-def _spec(name="s", role=None, reads=(), writes=(), pure=True):
-    return StageSpec(name, role, tuple(reads), tuple(writes), pure)
+def _spec(name="s", role=None, reads=(), writes=(), pure=True, submits=False):
+    return StageSpec(name, role, tuple(reads), tuple(writes), pure, submits)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +28,7 @@ def _spec(name="s", role=None, reads=(), writes=(), pure=True):
         (_spec(reads="a", role="actor"), _spec(reads="a", role="ref"), "slots 1"),
         (_spec(reads="a", role="actor", pure=False), _spec(reads="a", role="actor"), "slots 0, 1"),
         (_spec(reads="a", role="actor", pure=False), _spec(reads="a", role="critic", pure=False), None),
+        (_spec(reads="a", role="judge"), _spec(reads="a", role="actor"), None),  # takes no turns
         (_spec(reads="a"), _spec(reads="a", role="critic"), None),
         (_spec("log"), _spec(reads="a"), "log is a barrier"),  # names no column
         (_spec(reads="a"), _spec("adv", reads="b", pure=False), "adv is a barrier"),  # changes state of the driver
@@ -38,198 +38,137 @@ def test_two_stages_may_not_overlap_for_a_reason(first, second, reason):
     assert conflict(first, second, SLOTS) == conflict(second, first, SLOTS) == reason
 
 
-def test_the_waits_of_a_ppo_step():
-    step = [
-        _spec("next_batch", writes=["ids"], pure=False),
-        _spec("gen", "actor", ["ids"], ["responses"]),
-        _spec("reward", None, ["responses"], ["scores"]),
-        _spec("old_log_prob", "actor", ["responses"], ["old"]),
-        _spec("ref", "ref", ["responses"], ["ref"]),
-        _spec("values", "critic", ["responses"], ["values"]),
-        _spec("adv", None, ["scores", "old", "values"], ["advantages"], pure=False),
-        _spec("update_critic", "critic", ["values", "advantages"], pure=False),
-        _spec("update_actor", "actor", ["old", "advantages"], pure=False),
+PPO_STEP = [
+    _spec("next_batch", writes=["ids"], pure=False),
+    _spec("gen", "actor", ["ids"], ["responses"]),
+    _spec("reward", None, ["responses"], ["scores"]),
+    _spec("old_log_prob", "actor", ["responses"], ["old"], submits=True),
+    _spec("ref", "ref", ["responses"], ["ref"], submits=True),
+    _spec("values", "critic", ["responses"], ["values"], submits=True),
+    _spec("adv", None, ["scores", "old", "values"], ["advantages"], pure=False),
+    _spec("update_critic", "critic", ["values", "advantages"], pure=False, submits=True),
+    _spec("update_actor", "actor", ["old", "advantages"], pure=False),
+    _spec("log", pure=False),
+]
+
+
+def _order(slots, **options):
+    halves = schedule(PPO_STEP, slots, **options)
+    return [("end " if half.is_end else "") + PPO_STEP[half.stage].name for half in halves]
+
+
+def test_the_order_of_a_ppo_step_where_roles_share_no_device():
+    scores = ["old_log_prob", "ref", "values", "reward", "end old_log_prob", "end ref", "end values"]
+    updates = ["update_critic", "update_actor", "end update_critic"]
+    assert _order({}) == ["next_batch", "gen", *scores, "adv", *updates, "log"]
+
+
+def test_a_role_waits_for_the_devices_that_it_shares():
+    scores = ["old_log_prob", "values", "reward", "end old_log_prob", "ref", "end values", "end ref"]
+    assert _order(SLOTS)[2:9] == scores, "the reference shares a device with the actor"
+
+
+def test_submitted_work_waits_in_line_where_roles_share_a_process_and_other_stages_take_turns():
+    everywhere = dict.fromkeys(SLOTS, {0})
+    order = [
+        ("end " if half.is_end else "") + PPO_STEP[half.stage].name
+        for half in schedule(PPO_STEP, everywhere, queued=True)
     ]
-    waits = dependencies(step, SLOTS)
-    assert waits[2] == waits[3] == waits[5] == {0, 1}, "reward, log-probs and values run together"
-    assert waits[4] == {0, 1, 3}, "the reference shares a device with the actor"
-    assert waits[6] == set(range(6)) and waits[7] == {0, 5, 6} and waits[8] == {0, 1, 3, 4, 6}
-    assert OverlapPlan(step, SLOTS).exclusive == {0, 1, 6}
+    assert order[2:6] == ["old_log_prob", "ref", "values", "reward"]
+    assert order[-4:] == ["update_critic", "end update_critic", "update_actor", "log"]
 
 
-def test_a_role_without_device_slots_is_refused():
-    with pytest.raises(
-        ValueError,
-        match="stage 'judge' runs in role 'rm', which has no device slots; roles that have: actor, ref, critic",
-    ):
-        dependencies([_spec("judge", "rm", ["a"])], SLOTS)
+def _submits(name, pool, seconds, *, role=None, reads=(), writes=()):
+    """Return a stage whose work is a nap in a thread of the pool."""
 
-
-def _nap(name, *, reads=(), writes=()):
     def work(ctx):
-        time.sleep(NAP)
+        future = pool.submit(time.sleep, seconds)
+        yield
+        future.result()
         for column in writes:
             ctx.batch[column] = name
 
-    return stage(name, reads=reads, writes=writes)(work)
+    return stage(name, role=role, reads=reads, writes=writes, submits=True)(work)
 
 
-@pytest.mark.parametrize("overlap", [None, {}], ids=["serial", "overlapped"])
-def test_three_independent_stages_run_at_once_if_they_may_and_the_timer_is_right(overlap):
-    running, most, lock, together = 0, 0, threading.Lock(), threading.Barrier(1 if overlap is None else 3)
-
-    def nap(name):
-        def work(ctx):
-            nonlocal running, most
-            with lock:
-                running += 1
-                most = max(most, running)
-            together.wait(60)
-            time.sleep(NAP)
-            with lock:
-                running -= 1
-            ctx.batch[name] = name
-
-        return stage(name, writes=name)(work)
-
-    with Task(ctx=OnlineRLContext(batch={})) as task:
-        task.use_wrapper(StepTimer())
+@pytest.mark.parametrize(("overlap", "naps"), [(None, 3), ({}, 1)], ids=["in order", "overlapped"])
+def test_submitted_work_runs_at_once_if_it_may(overlap, naps):
+    with ThreadPoolExecutor(3) as pool, Task(ctx=OnlineRLContext(batch={})) as task:
         for name in "abc":
-            task.use(nap(name))
+            task.use(_submits(name, pool, NAP, writes=name))
         start = time.perf_counter()
         task.run(max_step=1, overlap=overlap)
         elapsed = time.perf_counter() - start
-    assert task.ctx.batch == {"a": "a", "b": "b", "c": "c"} and most == (1 if overlap is None else 3)
-    assert all(NAP <= task.ctx.timing[name] <= elapsed for name in "abc")
+    assert task.ctx.batch == {"a": "a", "b": "b", "c": "c"}
+    assert naps * NAP <= elapsed and (overlap is None or elapsed < 3 * NAP)
 
 
-def test_a_stage_starts_when_its_own_inputs_are_ready():
-    order = []
+class _Work:
+    """Work that began and ended at these times of `time.perf_counter()`."""
 
-    def mark(name, seconds, **columns):
-        def work(ctx):
-            time.sleep(seconds)
-            order.append(name)
+    def __init__(self, begin, end):
+        self.begin, self.end = begin, end
 
-        return stage(name, **columns)(work)
 
-    with Task() as task:
-        task.use(mark("short", 0.0, writes="a")).use(mark("long", 3 * NAP, writes="b")).use(
-            mark("after short", 0.0, reads="a")
-        )
+def test_the_timer_counts_the_work_and_not_the_stages_beside_it():
+    def work(ctx):
+        start = time.perf_counter()
+        yield _Work(start, start + NAP)
+        ctx.batch["a"] = 1
+
+    @stage("slow", writes="b")
+    def slow(ctx):
+        time.sleep(3 * NAP)
+
+    with Task(ctx=OnlineRLContext(batch={})) as task:
+        task.use_wrapper(timer := StepTimer(print_per_step=0))
+        task.use(slow).use(stage("a", writes="a", submits=True)(work)).run(max_step=1, overlap={})
+    assert NAP <= task.ctx.timing["a"] < 2 * NAP < task.ctx.timing["slow"]
+    assert timer.last["a"] == pytest.approx(task.ctx.timing["a"])
+
+
+def test_a_stage_that_does_not_yield_needs_no_end():
+    with Task(ctx=OnlineRLContext(batch={})) as task:
+        task.use(stage("a", writes="a", submits=True)(lambda ctx: ctx.batch.update(a=1))).use(lambda ctx: None)
         task.run(max_step=1, overlap={})
-    assert order == ["short", "after short", "long"]
+    assert task.ctx.batch == {"a": 1}
 
 
-def test_an_exclusive_stage_runs_in_the_callers_thread():
-    threads = {}
-
-    def record_thread(name, **columns):
-        return stage(name, **columns)(lambda ctx: threads.update({name: threading.current_thread()}))
-
-    with Task() as task:
-        task.use(record_thread("barrier")).use(record_thread("a", writes="a")).use(record_thread("b", writes="b")).use(
-            record_thread("end", reads="ab")
-        )
-        task.run(max_step=1, overlap={})
-    main = threading.current_thread()
-    assert threads["barrier"] is threads["end"] is main and main not in (threads["a"], threads["b"])
-
-
-def test_second_halves_run_in_reverse_order_whichever_first_half_ended_first():
+def test_second_halves_of_other_stages_still_run_at_the_end_of_the_step():
     log = []
 
-    def layer(name, seconds):
+    def layer(name):
         def run(ctx):
-            time.sleep(seconds)
-            yield
             log.append(name)
+            yield
+            log.append(f"end {name}")
 
-        return stage(name, writes=name)(run)
+        return run
 
     with Task() as task:
-        task.use(layer("a", 2 * NAP)).use(layer("b", NAP)).use(layer("c", 0)).run(max_step=1, overlap={})
-    assert log == ["c", "b", "a"]
+        task.use(stage("a", writes="a")(layer("a"))).use(stage("b", writes="b", submits=True)(layer("b")))
+        task.use(lambda ctx: log.append("barrier")).run(max_step=1, overlap={})
+    assert log == ["b", "a", "end b", "barrier", "end a"]
 
 
-def test_the_first_exception_is_raised_at_once_and_dependent_stages_never_run():
-    log, released, ended = [], threading.Event(), threading.Event()
+def test_an_exception_ends_the_step_and_closes_what_was_submitted():
+    log = []
 
-    def slow(ctx):
-        released.wait(60)
-        ended.set()
+    def submitted(ctx):
+        try:
+            yield
+        finally:
+            log.append("closed")
 
     def fail(ctx):
         raise KeyError("x")
 
-    with Task() as task:
-        task.use(stage("a", writes="a")(slow)).use(stage("fail", writes="b")(fail))
-        task.use(stage("c", reads="b")(lambda ctx: log.append("c")))
-        task.ctx.batch = {}
+    with Task(ctx=OnlineRLContext(batch={})) as task:
+        task.use(stage("fail", writes="b")(fail)).use(stage("a", writes="a", submits=True)(submitted))
+        task.use(stage("c", reads="a")(lambda ctx: log.append("c")))
         with pytest.raises(KeyError) as caught:
             task.run(max_step=1, overlap={})
-        assert not ended.is_set()
-        released.set()
-    assert log == [] and caught.value.__notes__ == ["in stage 'fail' of step 0"]
-
-
-def test_concurrent_stages_do_not_see_partial_results_of_each_other():
-    seen = {}
-
-    def writer(ctx):
-        ctx.batch["a"] = ctx.metrics["a"] = ctx.attribute = 1
-        time.sleep(2 * NAP)
-
-    def reader(ctx):
-        time.sleep(NAP)
-        seen["beside"] = (dict(ctx.batch), dict(ctx.metrics), ctx.get("attribute"))
-
-    def behind(ctx):
-        seen["behind"] = (dict(ctx.batch), dict(ctx.metrics), ctx.get("attribute"))
-
-    with Task(ctx=OnlineRLContext(batch={})) as task:
-        task.use(stage(writes="a")(writer)).use(stage(writes="b")(reader)).use(behind).run(max_step=1, overlap={})
-    assert seen == {"beside": ({}, {}, None), "behind": ({"a": 1}, {"a": 1}, 1)}
-
-
-def test_a_second_half_sees_the_results_of_all_stages():
-    def two_halves(ctx):
-        yield
-        ctx.metrics["both"] = (ctx.batch["a"], ctx.batch["b"], ctx.later)
-
-    def later(ctx):
-        ctx.later = 3
-
-    with Task(ctx=OnlineRLContext(batch={})) as task:
-        task.use(stage(writes="x")(two_halves)).use(_nap("a", writes="a")).use(_nap("b", writes="b")).use(later)
-        task.run(max_step=1, overlap={})
-    assert task.ctx.metrics["both"] == ("a", "b", 3)
-
-
-def test_a_concurrent_stage_can_keep_and_remove_values():
-    @stage("first")
-    def first(ctx):
-        ctx.batch, ctx.scratch = {"scratch": 1, "a": 0}, 1
-
-    @stage("keeper", writes="a")
-    def keeper(ctx):
-        ctx.keep("count")
-        ctx.count = ctx.get("count", 0) + 1
-        ctx.pop("scratch")
-        ctx.batch.pop("scratch")
-
-    with Task() as task:
-        task.use(first).use(keeper).use(_nap("b", writes="b")).run(max_step=3, overlap={})
-    assert task.ctx.count == 3 and "scratch" not in task.ctx and task.ctx.batch == {"a": 0, "b": "b"}
-
-
-def test_a_concurrent_stage_may_end_the_run():
-    def end(ctx):
-        ctx.finish = True
-
-    with Task(ctx=OnlineRLContext(batch={})) as task:
-        task.use(stage(writes="x")(end)).use(_nap("a", writes="a")).run(max_step=5, overlap={})
-    assert task.ctx.total_step == 0
+    assert log == ["closed"] and caught.value.__notes__ == ["in stage 'fail' of step 0"]
 
 
 def test_a_stage_may_be_replaced_between_two_steps():
@@ -251,28 +190,42 @@ def test_overlap_and_async_mode_together_are_refused():
 
 COLUMNS = "abcd"
 columns = st.lists(st.sampled_from(COLUMNS), unique=True, max_size=3).map(tuple)
+roles = st.sampled_from([None, "actor", "ref", "critic"])
 specs = st.lists(
-    st.builds(_spec, st.just("s"), st.sampled_from([None, "actor", "ref", "critic"]), columns, columns, st.booleans()),
-    min_size=1,
-    max_size=8,
+    st.builds(_spec, st.just("s"), roles, columns, columns, st.booleans(), st.booleans()), min_size=1, max_size=8
 )
+
+
+@settings(max_examples=200, deadline=None)
+@given(specs)
+def test_a_stage_starts_after_the_end_of_every_earlier_one_with_which_it_conflicts(specs):
+    halves = schedule(specs, SLOTS)
+    assert sorted(halves) == sorted(
+        [Half(i) for i in range(len(specs))] + [Half(i, is_end=True) for i, spec in enumerate(specs) if spec.submits]
+    )
+    for late, spec in enumerate(specs):
+        for early in range(late):
+            if conflict(specs[early], spec, SLOTS):
+                assert halves.index(Half(early, is_end=specs[early].submits)) < halves.index(Half(late))
+        if spec.submits:
+            assert halves.index(Half(late)) < halves.index(Half(late, is_end=True))
 
 
 @settings(max_examples=60, deadline=None)
 @given(specs)
-def test_the_result_of_an_overlapped_step_is_that_of_the_serial_one(specs):
+def test_the_result_of_an_overlapped_step_is_that_of_the_one_in_order(specs):
     def use_all(task):
         for i, spec in enumerate(specs):
 
             def work(ctx, i=i, spec=spec):
-                read = [ctx.batch[column] for column in spec.reads]
-                time.sleep(0.0005 * (7 * i % 3))  # so that stages end in another order than they start
+                result = hash((i, *[ctx.batch[column] for column in spec.reads]))
+                if spec.submits:
+                    yield
                 for column in spec.writes:
-                    ctx.batch[column] = hash((i, column, *read))
+                    ctx.batch[column] = hash((column, result))
 
-            task.use(
-                stage(f"{spec.name}{i}", role=spec.role, reads=spec.reads, writes=spec.writes, pure=spec.pure)(work)
-            )
+            options = {"role": spec.role, "reads": spec.reads, "writes": spec.writes, "pure": spec.pure}
+            task.use(stage(f"{spec.name}{i}", submits=spec.submits, **options)(work))
 
     results = []
     for overlap in (None, SLOTS):
@@ -281,39 +234,3 @@ def test_the_result_of_an_overlapped_step_is_that_of_the_serial_one(specs):
             task.run(max_step=1, overlap=overlap)
         results.append(task.ctx.batch)
     assert results[0] == results[1]
-
-
-@settings(max_examples=60, deadline=None)
-@given(specs, st.randoms())
-def test_conflicting_stages_never_run_concurrently_in_any_order_of_completion(specs, random):
-    running, futures, ending = set(), {}, threading.Lock()
-
-    class Executor:
-        def run_inline(self, i):
-            assert not running
-            return i
-
-        def submit(self, i):
-            assert not [j for j in tuple(running) if conflict(specs[i], specs[j], SLOTS)]
-            future = futures[i] = Future()
-            running.add(i)
-            if random.random() < 0.5:
-                end_one()
-            else:
-                threading.Timer(0.001, end_one).start()
-            return future
-
-        def result(self, i, future):
-            return future.result()
-
-        def cancel(self, futures, error):
-            pass
-
-    def end_one():
-        with ending:
-            if running:
-                i = random.choice(sorted(tuple(running)))
-                running.remove(i)
-                futures[i].set_result(i)
-
-    assert OverlapPlan(specs, SLOTS).run(Executor()) == list(range(len(specs)))

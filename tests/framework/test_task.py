@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from hybridrl.framework import Context, OnlineRLContext, Role, StageSpec, Task, stage
-from hybridrl.framework.events.router import current_router, install_router
+from hybridrl.framework.events.local_peers import current_router, install_router
 from hybridrl.framework.events.task_events import FINISH
-from hybridrl.framework.parallel.router import PeerRouter
+from hybridrl.framework.parallel.peer_router import PeerRouter
 
 
 def _two_halves(name, log):
@@ -192,7 +192,7 @@ def test_a_stage_may_renew_the_context_in_the_middle_of_a_step():
 def test_a_lock_may_stand_in_the_second_place_as_in_di_engine(lock):
     held = []
     with Task() as task:
-        own = task._lock if lock is True else lock
+        own = task.composition.lock if lock is True else lock
         task.use(lambda ctx: held.append(own.acquire(blocking=False) if lock is not True else True), lock)
         task.use(lambda ctx: None, False).run(max_step=1)
     assert held == [lock is True] and len(task.stages) == 2

@@ -65,7 +65,8 @@ class TrainerConfig:
     balance_batch: bool = setting(True, "Give every rank about the same number of tokens.")
     overlap: bool = setting(
         True,
-        "Run stages concurrently that need neither each other's columns nor the same devices; results are the same.",
+        "Scoring and the critic's update run beside stages that need neither their columns nor their devices; results "
+        "are the same.",
     )
     lag: int = setting(
         0, "Number of batches generated ahead, and age of their weights in versions; 0 is synchronous.", ge=0

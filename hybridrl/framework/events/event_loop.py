@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.framework.events import ListenerFn
+
 logger = logging.getLogger(__name__)
-ListenerFn = Callable[..., Any]
 
 # Limits of the buffer for late listeners, in case that no listener is ever registered.
 MAX_BUFFERED_EVENTS = 1000

@@ -4,14 +4,14 @@ import enum
 import fnmatch
 import os
 from collections.abc import Iterable
-from typing import Any
 
-from hybridrl.framework.events.router import Router
+from hybridrl.framework.events.local_peers import LocalPeers
+from hybridrl.framework.stage import VoidMiddleware
 
 LABELS_VARIABLE = "HYBRIDRL_TASK_LABELS"  # environment variable: labels of every task in the process, comma-separated
 
 
-class Role(enum.StrEnum):
+class ProcessRole(enum.StrEnum):
     """Role of a process in a group of learners, collectors and evaluators."""
 
     LEARNER = "learner"
@@ -20,11 +20,7 @@ class Role(enum.StrEnum):
     FETCHER = "fetcher"
 
 
-class VoidMiddleware:
-    """A stage without work: `Task.use` leaves it out, and a call does nothing."""
-
-    def __call__(self, ctx: Any) -> None:
-        pass
+Role = ProcessRole  # DI-engine's name
 
 
 def environment_labels() -> set[str]:
@@ -32,42 +28,41 @@ def environment_labels() -> set[str]:
     return {label for label in (part.strip() for part in os.environ.get(LABELS_VARIABLE, "").split(",")) if label}
 
 
-def labels_of(router: Router, *, async_mode: bool, own: Iterable[str] = ()) -> set[str]:
-    """Return the labels of a task.
+class ProcessLabels:
+    """Labels and roles of the process of a task.
 
-    These are `standalone`, or `distributed`, `node.N` and those of the group; `async`; the task's own; and those of the
-    environment.
-    """
-    group = {"distributed", f"node.{router.node_id}", *router.labels} if router.is_active else {"standalone"}
-    return group | ({"async"} if async_mode else set()) | set(own) | environment_labels()
-
-
-class StageLabels:
-    """Base class of `Task` for the labels and roles of its process.
+    Args:
+        router: Of the process.
+        async_mode: Of the task.
+        own: Labels of the task.
 
     Attributes:
-        role: The enum of roles, so that programs may write `task.role.LEARNER`.
-        labels: See `labels_of`.
+        labels: `standalone`, or `distributed`, `node.N` and those of the group; `async`; the task's own; and those of
+            the environment.
         roles: Roles of the process; empty means all.
+        role: The enum of roles, so that programs may write `task.role.LEARNER`.
     """
 
-    role = Role
-    labels: set[str]
-    roles: set[Role]
+    role = ProcessRole
+
+    def __init__(self, router: LocalPeers, *, async_mode: bool, own: Iterable[str] = ()) -> None:
+        group = {"distributed", f"node.{router.node_id}", *router.labels} if router.is_active else {"standalone"}
+        self.labels = group | ({"async"} if async_mode else set()) | set(own) | environment_labels()
+        self.roles: set[ProcessRole] = set()
 
     def match_labels(self, patterns: str | Iterable[str]) -> bool:
         """Return whether any label matches any of the globs, for instance `"node.[12]"`."""
         patterns = [patterns] if isinstance(patterns, str) else patterns
         return any(fnmatch.filter(self.labels, pattern) for pattern in patterns)
 
-    def add_role(self, role: Role | str) -> None:
+    def add_role(self, role: ProcessRole | str) -> None:
         """Add a role to this process, which without any has all of them."""
         try:
-            self.roles.add(Role(role))
+            self.roles.add(ProcessRole(role))
         except ValueError:
-            raise ValueError(f"role {role!r} is unknown; use one of {', '.join(Role)}") from None
+            raise ValueError(f"role {role!r} is unknown; use one of {', '.join(ProcessRole)}") from None
 
-    def has_role(self, role: Role | str) -> bool:
+    def has_role(self, role: ProcessRole | str) -> bool:
         """Return whether this process has the role."""
         return not self.roles or role in self.roles
 

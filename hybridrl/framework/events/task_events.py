@@ -1,8 +1,8 @@
 """Events and contexts of a task, within this process and from its peers.
 
-`TaskEvents` is a base class of `Task`; it does not handle stages. A local emit calls its listeners in the emitter's
-thread before it returns. Events from peers are handled in the router's thread, in the order in which one process
-emitted them. `wait_for` returns an unclaimed event of this step or the last, or else the next one.
+`TaskEvents` is a part of a task, loaded when it is first used; it does not handle stages. A local emit calls its
+listeners in the emitter's thread before it returns. Events from peers are handled in the router's thread, in the order
+in which one process emitted them. `wait_for` returns an unclaimed event of this step or the last, or else the next one.
 """
 
 import math
@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridrl.framework.context import Context
-from hybridrl.framework.events.event_loop import EventLoop, Listener, ListenerFn, ReplayingLoop
-from hybridrl.framework.events.router import Router, current_router
+from hybridrl.framework.events import ListenerFn
+from hybridrl.framework.events.event_loop import EventLoop, Listener, ReplayingLoop
+from hybridrl.framework.events.local_peers import LocalPeers, current_router
 
 SYNC_EVENT = "sync_parallel_ctx"  # emitted when a peer's context has arrived; its argument is the context
 EVENT, CONTEXT, FINISH = "task.event", "task.context", "task.finish"  # topics of the router
@@ -113,17 +114,27 @@ def unpicklable_keys(ctx: Context) -> list[str]:
 
 
 class TaskEvents:
-    """Base class of `Task` that emits events and listens to them.
+    """Emits events and listens to them.
 
     Attributes:
+        local: Listeners of this process.
+        mailbox: Events for `wait_for`.
         parallel_ctx: The newest context that a peer sent at the end of a step.
+        peer_finished: Whether a peer ended the run.
     """
 
-    ctx: Context
-    async_mode: bool
+    def __init__(self, task: Any) -> None:
+        self._task = task
+        self.parallel_ctx = Context()
+        self.local = EventLoop("task")
+        self.mailbox = Mailbox()
+        self.peer_finished = False
+        self._building = True  # until the first step; until then events are buffered for late listeners
+        self._topics: dict[str, ListenerFn] = {}
+        self._remote: ReplayingLoop | None = None
 
     @property
-    def router(self) -> Router:
+    def router(self) -> LocalPeers:
         """The router of this process; without peers all events are local."""
         return current_router()
 
@@ -137,24 +148,18 @@ class TaskEvents:
             raise RuntimeError("get_attch_to_len: this process belongs to no group, so that it is attached to none")
         return self.router.get_attch_to_len()
 
-    def _init_events(self, *, auto_sync_ctx: bool) -> None:
+    def connect(self) -> None:
+        """Receive what the peers of this process send, if it has any, until `close`."""
         router = self.router
-        self.parallel_ctx = Context()
-        self._auto_sync_ctx = auto_sync_ctx
-        self._local = EventLoop("task")
-        self._mailbox = Mailbox()
-        self._peer_finished = False
-        self._building = True  # until the first step; until then events are buffered for late listeners
-        self._topics: dict[str, ListenerFn] = {}
-        self._remote: ReplayingLoop | None = None
         if router.is_active:
             self._remote = ReplayingLoop("peers", router.post)
-            self._topics = {EVENT: self._on_event, CONTEXT: self._on_context, FINISH: self._on_finish}
+            self._topics = {EVENT: self._on_event, CONTEXT: self._on_context, FINISH: self._finish_early}
             for topic, fn in self._topics.items():
                 router.on(topic, fn)
             router.finish_hooks.append(self._finish_early)
 
-    def _close_events(self) -> None:
+    def close(self) -> None:
+        """Stop receiving from peers."""
         for topic, fn in self._topics.items():
             self.router.off(topic, fn)
         if self._topics and self._finish_early in self.router.finish_hooks:
@@ -172,13 +177,13 @@ class TaskEvents:
         self._add_listener(event, Listener(fn, once=True))
 
     def _add_listener(self, event: str, listener: Listener) -> None:
-        self._local.add(event, listener)
+        self.local.add(event, listener)
         if self._remote is not None:
             self._remote.add(event, listener)
 
     def off(self, event: str, fn: ListenerFn | None = None) -> None:
         """Remove `fn`, or every listener, from the events that match the glob `event`."""
-        self._local.off(event, fn)
+        self.local.off(event, fn)
         if self._remote is not None:
             self._remote.off(event, fn)
 
@@ -212,8 +217,8 @@ class TaskEvents:
         if self.router.is_active and not only_local:
             self.router.send(EVENT, (event, args, kwargs, newest_only), {}, event=event, newest_only=newest_only)
         if not only_remote:
-            self._mailbox.put(event, args, kwargs, newest_only=newest_only)
-            self._local.emit(event, *args, **kwargs)
+            self.mailbox.put(event, args, kwargs, newest_only=newest_only)
+            self.local.emit(event, *args, **kwargs)
 
     def wait_for(
         self, event: str, timeout: float = math.inf, ignore_timeout_exception: bool = True
@@ -231,11 +236,11 @@ class TaskEvents:
             TimeoutError: Timeout or end of the task, if `ignore_timeout_exception` is False.
             RuntimeError: Another stage failed, or the wait could never end.
         """
-        if math.isinf(timeout) and not self.async_mode and not self.router.is_active:
+        if math.isinf(timeout) and not self._task.async_mode and not self.router.is_active:
             raise RuntimeError(
                 f"wait_for({event!r}) would never end: stages run one after the other here; give it a timeout"
             )
-        received = self._mailbox.wait_for(event, timeout, lambda: self.finish or self._failed())
+        received = self.mailbox.wait_for(event, timeout, lambda: self._task.finish or self._failed())
         if received is not None:
             return received
         self.router.raise_failure()
@@ -245,34 +250,20 @@ class TaskEvents:
             return None
         raise TimeoutError(
             f"the task finished before {event!r} arrived"
-            if self.finish
+            if self._task.finish
             else f"no {event!r} arrived within {timeout:g} s"
         )
 
-    @property
-    def finish(self) -> bool:
-        """Whether the current step is the last.
-
-        A stage, a listener or a peer may set it.
-        """
-        return self._peer_finished or self.ctx.finish
-
-    @finish.setter
-    def finish(self, value: bool) -> None:
-        self.ctx.finish = value
-        if value:
-            self._mailbox.wake()
-
     def _failed(self) -> bool:
         """Return whether a stage of this step, or a listener, has raised."""
-        return self.router.failure is not None
+        return self._task.runner.error is not None or self.router.failure is not None
 
     # -- from peers, in the router's thread
 
     def _on_event(self, event: str, args: tuple, kwargs: dict, newest_only: bool) -> None:
         # Events with listeners may be large, weights for instance: of these only the newest is kept for `wait_for`.
         has_listener = self._remote is not None and self._remote.has_listener(event)
-        self._mailbox.put(event, args, kwargs, newest_only=newest_only or has_listener)
+        self.mailbox.put(event, args, kwargs, newest_only=newest_only or has_listener)
         if self._remote is not None:
             self._remote.emit_and_buffer(
                 event, args, kwargs, num_bytes=self.router.message_bytes, newest_only=newest_only
@@ -284,18 +275,15 @@ class TaskEvents:
         if ctx.finish:
             self._finish_early()
 
-    def _on_finish(self) -> None:
-        self._finish_early()
-
     def _finish_early(self) -> None:
-        # In this order: the thread that makes the next step's context reads `_peer_finished` after making it.
-        self._peer_finished = True
-        self.ctx.finish = True
-        self._mailbox.wake()
+        # In this order: the thread that makes the next step's context reads `peer_finished` after making it.
+        self.peer_finished = True
+        self._task.ctx.finish = True
+        self.mailbox.wake()
 
     # -- to peers
 
-    def _start_stepping(self) -> None:
+    def start_stepping(self) -> None:
         """Handle what arrived while the loop was built; from here on nothing is buffered."""
         if self._building and self.router.is_active:
             self.router.flush()
@@ -304,33 +292,35 @@ class TaskEvents:
                 self._remote.stop_buffering()
         self._building = False
 
-    def _send_context(self) -> None:
-        self._mailbox.end_step()
-        if self.router.is_active and self._auto_sync_ctx:
+    def end_step(self) -> None:
+        """Forget events of earlier steps, and send the context to the peers."""
+        self.mailbox.end_step()
+        if self.router.is_active and self._task.auto_sync_ctx:
             try:
-                self.router.send(CONTEXT, (self.ctx,), {}, newest_only=True, retained=True)
+                self.router.send(CONTEXT, (self._task.ctx,), {}, newest_only=True, retained=True)
             except Exception as error:
-                if keys := unpicklable_keys(self.ctx):
+                if keys := unpicklable_keys(self._task.ctx):
                     error.add_note(
                         f"after a step the context is sent to the peers, and its {', '.join(keys)} cannot be pickled; "
                         "remove it in a last stage with ctx.pop(...), or send no contexts: Task(auto_sync_ctx=False)"
                     )
                 raise
 
-    def _send_finish(self) -> None:
+    def send_finish(self) -> None:
+        """End the runs of the peers."""
         if self.router.is_active:
             self.router.send(FINISH, (), {}, newest_only=True, retained=True)  # so that it is never dropped
             self.router.flush()
             self.router.raise_failure()
 
-    def _attach(self, callback: Callable[[Context], Any], timeout_s: float = 30.0) -> None:
+    def attach(self, callback: Callable[[Context], Any], timeout_s: float = 30.0) -> None:
         """Call `callback` with the context of a group to which this process is attached.
 
         Raises:
             TimeoutError: No context arrived within `timeout_s`.
         """
         if self.router.attached_to:
-            received = self._mailbox.wait_for(SYNC_EVENT, timeout_s, self._failed)
+            received = self.mailbox.wait_for(SYNC_EVENT, timeout_s, self._failed)
             self.router.raise_failure()
             if received is None:
                 raise TimeoutError(

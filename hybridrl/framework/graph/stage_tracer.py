@@ -5,15 +5,16 @@ task.use_wrapper(StageTracer(first_step=1))     # in the driver, during the run
 
 import contextlib
 import functools
+import time
 from collections.abc import Generator
 from types import GeneratorType
 from typing import Any
 
 from hybridrl.framework.stage import StageFn, StageSpec, spec_of
-from hybridrl.single_controller.monitoring.tracing import span
+from hybridrl.framework.wrapper import Submitted
+from hybridrl.single_controller.monitoring.tracing import DRIVER, record_span, span
 
-TRACE = "trace"  # directory of the spans in a run's directory: TRACE/{job}/{process}.jsonl
-DRIVER = "driver"  # name of the driver's file and of its group of rows
+SUBMITTED = "submitted"  # row of the driver for work that ran while its main thread did something else
 
 
 class StageTracer:
@@ -34,21 +35,27 @@ class StageTracer:
         def traced(ctx: Any) -> Any:
             with self._span(spec, ctx):
                 result = fn(ctx)
-                if (
-                    isinstance(result, GeneratorType) and next(result, self) is self
-                ):  # exhausted, or suspended before its second half
-                    result = None
-            return self._second_half(spec, ctx, result) if isinstance(result, GeneratorType) else result
+                if not isinstance(result, GeneratorType):
+                    return result
+                first = next(result, self)
+            return self._second_half(spec, ctx, result, first)
 
         return traced
 
-    def _second_half(self, spec: StageSpec, ctx: Any, halves: Generator) -> Generator[None, None, None]:
+    def _second_half(self, spec: StageSpec, ctx: Any, halves: Generator, first: Any) -> Generator[Any, None, None]:
         with contextlib.closing(halves):
-            ended = False
-            while not ended:
-                yield
+            submitted = first
+            while submitted is not self:
+                yield submitted
+                resumed = time.perf_counter()
                 with self._span(spec, ctx):
-                    ended = next(halves, self) is self
+                    following = next(halves, self)
+                if isinstance(submitted, Submitted) and (end := min(resumed, submitted.end)) > submitted.begin:
+                    record_span("stage", spec.name, submitted.begin, end, thread=SUBMITTED, **self._facts(spec, ctx))
+                submitted = following
 
     def _span(self, spec: StageSpec, ctx: Any) -> contextlib.AbstractContextManager[None]:
-        return span("stage", spec.name, step=ctx.total_step + self.first_step, of=spec.role or DRIVER)
+        return span("stage", spec.name, **self._facts(spec, ctx))
+
+    def _facts(self, spec: StageSpec, ctx: Any) -> dict[str, Any]:
+        return {"step": ctx.total_step + self.first_step, "of": spec.role or DRIVER}

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridrl.errors import DataError
-from hybridrl.framework.graph.stage_tracer import DRIVER, TRACE
-from hybridrl.single_controller.monitoring.tracing import SUFFIX
+from hybridrl.single_controller.monitoring.tracing import DRIVER, SUFFIX, TRACE
 
 STEPS, MAIN = "steps", "MainThread"
 Row = tuple[str, str]  # (group, name within the group)

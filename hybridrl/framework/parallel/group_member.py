@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 
 from hybridrl.framework.parallel.message_queue import Message
-from hybridrl.framework.parallel.router import peer_router
+from hybridrl.framework.parallel.peer_router import peer_router
 
 logger = logging.getLogger(__name__)
 NAMESPACE = "hybridrl"  # Ray namespace of the processes' names; worker groups use it too

@@ -21,9 +21,9 @@ from typing import Any
 import cloudpickle
 
 from hybridrl.framework.events.labels import environment_labels
+from hybridrl.framework.parallel.peer_router import PeerRouter, peer_router
 from hybridrl.framework.parallel.process_group import GroupPlan, MemberGroup
 from hybridrl.framework.parallel.ray_session import ray_session
-from hybridrl.framework.parallel.router import PeerRouter, peer_router
 
 logger = logging.getLogger(__name__)
 TOPOLOGIES = ("mesh", "star", "alone")

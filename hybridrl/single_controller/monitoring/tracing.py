@@ -23,6 +23,8 @@ from typing import Any
 from hybridrl.single_controller.monitoring.process_state import PROCESS
 
 DIRECTORY_VARIABLE = "HYBRIDRL_TRACE_DIRECTORY"  # environment variable of a worker: its directory
+TRACE = "trace"  # directory of the spans in a run's directory: TRACE/{job}/{process}.jsonl
+DRIVER = "driver"  # name of the driver's file
 SUFFIX = ".jsonl"
 
 # (role, rank, thread) of the call in progress. A coroutine inherits it from the thread that waits for it.
@@ -91,6 +93,12 @@ def span(kind: str, name: str, **attributes: Any) -> Generator[None, None, None]
     finally:
         if (trace := PROCESS.trace) is not None:
             trace.write(kind, name, begin, time.perf_counter_ns(), **attributes)
+
+
+def record_span(kind: str, name: str, begin: float, end: float, **attributes: Any) -> None:
+    """Record a span that has ended, if recording is on; begin and end are values of `time.perf_counter`."""
+    if (trace := PROCESS.trace) is not None:
+        trace.write(kind, name, int(begin * 1e9), int(end * 1e9), **attributes)
 
 
 @contextmanager

@@ -2,7 +2,8 @@ from .distillation import add_no_advantages as add_no_advantages
 from .distillation import add_no_scores as add_no_scores
 from .distillation import add_teacher_advantages as add_teacher_advantages
 from .distillation import check_teachers as check_teachers
-from .distillation import score_by_teachers as score_by_teachers
+from .distillation import join_teachers as join_teachers
+from .distillation import submit_to_teachers as submit_to_teachers
 from .distillation import teacher_metrics as teacher_metrics
 from .policy.short_round import ShortRound as ShortRound
 from .sampling.branches import add_branch_rows as add_branch_rows

@@ -14,6 +14,7 @@ from hybridrl.algos.distillation import sampled_token_advantages
 from hybridrl.algos.masked import masked_mean
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.distillation import DistillationConfig
+from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.tokenizer import load_tokenizer
@@ -44,7 +45,7 @@ def check_teachers(config: PPOConfig, tokenizer: Any) -> None:
         )
 
 
-def score_by_teachers(
+def submit_to_teachers(
     batch: DataProto,
     group: Any,
     config: DistillationConfig,
@@ -52,8 +53,8 @@ def score_by_teachers(
     num_ranks: int,
     balance: bool,
     share_prefixes: bool = False,
-) -> DataProto:
-    """Return the columns that the teachers' workers compute, in the row order of the batch.
+) -> list[DataProtoFuture]:
+    """Return, per teacher that has any rows, the future of the columns that its workers compute; see `join_teachers`.
 
     Args:
         batch: Responses of the student.
@@ -63,17 +64,25 @@ def score_by_teachers(
         balance: Whether every rank gets about the same number of tokens.
         share_prefixes: Whether rows that begin alike are on one rank, see `call_balanced`.
     """
-    data = select_columns(batch, MODEL_INPUT)
-    parts, order = [], []
-    for teacher, rows in rows_of_teachers(batch, config).items():
-        method = functools.partial(group.compute_teacher_log_prob, teacher=teacher)
-        part = data.select_idxs(rows)
-        parts.append(call_balanced(method, part, num_ranks=num_ranks, balance=balance, share_prefixes=share_prefixes))
-        order.append(rows)
+    data, options = select_columns(batch, MODEL_INPUT), {"balance": balance, "share_prefixes": share_prefixes}
+    return [
+        call_balanced(
+            functools.partial(group.compute_teacher_log_prob.submit, teacher=teacher),
+            data.select_idxs(rows),
+            num_ranks=num_ranks,
+            **options,
+        )
+        for teacher, rows in rows_of_teachers(batch, config).items()
+    ]
+
+
+def join_teachers(batch: DataProto, parts: list[DataProto], config: DistillationConfig) -> DataProto:
+    """Return the results of `submit_to_teachers` in the row order of the batch."""
     if len(parts) == 1:
         return parts[0]
     result = DataProto.concat(parts)
-    result.reorder(torch.from_numpy(np.concatenate(order)).argsort())
+    order = np.concatenate([*rows_of_teachers(batch, config).values()])
+    result.reorder(torch.from_numpy(order).argsort())
     return result
 
 

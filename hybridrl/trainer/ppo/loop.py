@@ -13,8 +13,9 @@ from hybridrl.algos.partition import balanced_partition
 from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config import PPOConfig
 from hybridrl.config.engines import critic_engine_settings, engine_settings
+from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.driver.run_context import RunContext
-from hybridrl.framework.overlap import DeviceSlots
+from hybridrl.framework.stage import DeviceSlots
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer import ppo
@@ -52,6 +53,7 @@ from hybridrl.trainer.recovery.step_snapshot import load_resume_state
 from hybridrl.trainer.roles import ResourcePoolManager, Role, check_worker_classes, worker_role
 from hybridrl.trainer.run.middleware import BatchContext, load_middleware
 from hybridrl.trainer.run.state import Parts
+from hybridrl.trainer.submitted_call import SubmittedCall, Submitting
 from hybridrl.trainer.utilization import ModelUse
 from hybridrl.workers.engine.utilization.model_flops import ADAPTER_UPDATE, UPDATE, ModelFlops
 
@@ -128,6 +130,7 @@ class PPOLoop(Trainer):
         self.reward_guard = NoRewardGuard()
         self.no_signal = NoSignalWarning()
         self.remote_evaluator: RemoteEvaluator | None = None
+        self._calls: dict[str, SubmittedCall] = {}  # pool -> the newest one
 
     # ---- workers
 
@@ -235,7 +238,7 @@ class PPOLoop(Trainer):
         return max(trainer.snapshot_freq, rollout_lag(self.config))
 
     def device_slots(self) -> DeviceSlots | None:
-        """Return role -> device slots if independent stages run concurrently, else None."""
+        """Return role -> device slots if work that was submitted runs beside other stages, else None."""
         return self.resource_pool_manager.pools_by_role() if self.config.trainer.overlap else None
 
     def begin(self) -> None:
@@ -315,16 +318,21 @@ class PPOLoop(Trainer):
             metrics |= global_seqlen_metrics(lengths, parts)
         return metrics
 
-    def _call_balanced(
-        self, ctx: BatchContext, method: Callable, num_ranks: int, *, of_policy: bool = True
-    ) -> DataProto:
-        return call_balanced(
-            method,
-            select_columns(ctx.batch, MODEL_INPUT),
-            num_ranks=self._num_dp(num_ranks),
-            balance=self.config.trainer.balance_batch,
-            share_prefixes=of_policy and self.config.actor_rollout_ref.actor.use_prefix_grouper,
-        )
+    def submit(self, group: Any, submit: Callable[[], list[DataProtoFuture]]) -> SubmittedCall:
+        """Make calls of a group without waiting, after what the processes of its pool have to do."""
+        pool = self.resource_pool_manager.mapping[Role(group.role)]
+        call = self._calls[pool] = SubmittedCall(group, submit, after=self._calls.get(pool))
+        return call
+
+    def score_rows(self, ctx: BatchContext, group: Any, method: Callable, *, of_policy: bool = True) -> Submitting:
+        """Submit a call for all rows, and return its columns when the stage is resumed."""
+        share_prefixes = of_policy and self.config.actor_rollout_ref.actor.use_prefix_grouper
+        data, num_ranks = select_columns(ctx.batch, MODEL_INPUT), self._num_dp(group.world_size)
+        options = {"balance": self.config.trainer.balance_batch, "share_prefixes": share_prefixes}
+        call = self.submit(group, lambda: [call_balanced(method, data, num_ranks=num_ranks, **options)])
+        yield call
+        [columns] = call.get()
+        return columns
 
     def _num_dp(self, num_ranks: int) -> int:
         """Return the data-parallel size of the engines of this many processes."""

@@ -19,7 +19,7 @@ from hybridrl.algos.rollout_correction.mismatch import mismatch_stats
 from hybridrl.algos.value_losses import explained_variance
 from hybridrl.config import PPOConfig
 from hybridrl.errors import DataError
-from hybridrl.framework import OnlineRLContext
+from hybridrl.framework.context import OnlineRLContext
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.stages import uses_critic
 from hybridrl.trainer.ppo.update_batch import training_rows

@@ -25,6 +25,7 @@ and commit, which supervised fine-tuning shares, in `trainer/loop.py`.
 `main_ppo` creates the trainer. Workers run nothing of this module.
 """
 
+import copy
 import functools
 import os
 import time
@@ -36,7 +37,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import Stage, spec_of
-from hybridrl.framework.stage_halves import run_once
+from hybridrl.framework.step_runner import run_once
 from hybridrl.protocol import DataProto
 from hybridrl.trainer import ppo
 from hybridrl.trainer.data.prompt_loader import ROW
@@ -89,6 +90,7 @@ from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.metrics import mean_over_batches
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.samples import sample_rows, write_samples
+from hybridrl.trainer.submitted_call import Submitting
 
 
 class RayPPOTrainer(PPOLoop):
@@ -152,17 +154,23 @@ class RayPPOTrainer(PPOLoop):
             Stage(cls.add_branches, reads=stored, writes=(*stored, c.EPISODE), pure=False).when(branches),
             # 4. What policy, reference and critic make of the tokens, before the update.
             Stage(cls.reuse_log_probs, reads=has.log_probs, writes=(c.OLD_LOG_PROBS,)).when(bypasses),
-            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old).when(computes),
+            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old, submits=True).when(
+                computes
+            ),
             Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=corrected).when(corrected),
-            Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,)).when(refers),
-            Stage(cls.teacher_log_prob, "teacher", on.teacher, MODEL_INPUT, has.teacher).when(
+            Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,), submits=True).when(refers),
+            Stage(cls.teacher_log_prob, "teacher", on.teacher, MODEL_INPUT, has.teacher, submits=True).when(
                 config.distillation.enabled
             ),
-            Stage(cls.values, role=on.critic, reads=MODEL_INPUT, writes=(c.VALUES,)).when(uses_critic(config)),
+            Stage(cls.values, role=on.critic, reads=MODEL_INPUT, writes=(c.VALUES,), submits=True).when(
+                uses_critic(config)
+            ),
             # 5. From scores to advantages.
             Stage(cls.advantage, "adv", reads=scored, writes=ESTIMATES, pure=False),
             # 6. The update: critic, policy, then the rollout's copy of the policy.
-            Stage(cls.update_critic, role=on.critic, reads=to_critic, pure=False).when(uses_critic(config)),
+            Stage(cls.update_critic, role=on.critic, reads=to_critic, pure=False, submits=True).when(
+                uses_critic(config)
+            ),
             Stage(cls.update_actor, role=on.actor, reads=to_actor, pure=False),
             Stage(cls.update_weights, role=on.rollout, pure=False),
             # 7. Outputs.
@@ -258,7 +266,7 @@ class RayPPOTrainer(PPOLoop):
 
     def _sample_again(self, ctx: BatchContext, *, gen_batch: int) -> BatchContext:
         """Run the stages between `next_batch` and `filter_groups` for another generation batch; return its context."""
-        more = ctx.fork()
+        more = copy.copy(ctx)
         more.gen_batch = gen_batch
         more.batch = self.prompts.next_batch() if len(self.pipeline) <= self.num_ahead else None
         more.metrics = {}
@@ -290,7 +298,7 @@ class RayPPOTrainer(PPOLoop):
         ctx.batch = ppo.add_branch_rows(ctx.batch, pad_token_id=self.replay_buffer.pad_token_id)
         ctx.metrics["training/rows_per_episode"] = len(ctx.batch) / max(1, num_samples)
 
-    def old_log_prob(self, ctx: BatchContext) -> None:
+    def old_log_prob(self, ctx: BatchContext) -> Submitting:
         """Compute log-probs under the policy that is about to be trained, and their difference to the rollout's.
 
         An actor with adapters computes those of its reference, the model without them, in the same call.
@@ -298,8 +306,8 @@ class RayPPOTrainer(PPOLoop):
         reference = scores_reference_with_actor(self.config, self.roles, trainer=type(self))
         more = {"sum_pi_squared": uses_sum_pi_squared(self.config), "reference": reference}
         wanted = {name: True for name, is_wanted in more.items() if is_wanted}
-        compute = functools.partial(self.policy.actor.compute_log_prob, **wanted)
-        ctx.batch.union(self._call_balanced(ctx, compute, self.policy.actor.world_size))
+        compute = functools.partial(self.policy.actor.compute_log_prob.submit, **wanted)
+        ctx.batch.union((yield from self.score_rows(ctx, self.policy.actor, compute)))
         ctx.metrics |= log_prob_metrics(ctx.batch, ctx.batch.batch.pop("entropys"))
 
     def reuse_log_probs(self, ctx: BatchContext) -> None:
@@ -310,14 +318,16 @@ class RayPPOTrainer(PPOLoop):
         """Weigh or reject tokens sampled by older weights or by another engine."""
         ctx.metrics |= apply_rollout_correction(ctx.batch, correction_plan(self.config.algorithm.rollout_correction))
 
-    def ref_log_prob(self, ctx: BatchContext) -> None:
+    def ref_log_prob(self, ctx: BatchContext) -> Submitting:
         """Compute log-probs under the reference policy."""
-        ctx.batch.union(self._call_balanced(ctx, self.policy.ref.compute_ref_log_prob, self.policy.ref.world_size))
+        compute = self.policy.ref.compute_ref_log_prob.submit
+        ctx.batch.union((yield from self.score_rows(ctx, self.policy.ref, compute)))
 
-    def teacher_log_prob(self, ctx: BatchContext) -> None:
+    def teacher_log_prob(self, ctx: BatchContext) -> Submitting:
         """Compute log-probs under the teacher of each row, and what else of it the divergence needs."""
         group, config = self.groups[Role.TeacherModel], self.config.distillation
-        result = ppo.score_by_teachers(
+        submit = functools.partial(
+            ppo.submit_to_teachers,
             ctx.batch,
             group,
             config,
@@ -325,12 +335,13 @@ class RayPPOTrainer(PPOLoop):
             balance=self.config.trainer.balance_batch,
             share_prefixes=self.config.actor_rollout_ref.actor.use_prefix_grouper,
         )
-        ctx.batch.union(result)
+        yield (call := self.submit(group, submit))
+        ctx.batch.union(ppo.join_teachers(ctx.batch, call.get(), config))
 
-    def values(self, ctx: BatchContext) -> None:
+    def values(self, ctx: BatchContext) -> Submitting:
         """Compute the critic's value before each response token."""
         critic = self.groups[Role.Critic]
-        ctx.batch.union(self._call_balanced(ctx, critic.compute_values, critic.world_size, of_policy=False))
+        ctx.batch.union((yield from self.score_rows(ctx, critic, critic.compute_values.submit, of_policy=False)))
 
     def advantage(self, ctx: BatchContext) -> None:
         """Compute token rewards (with the KL penalty, if configured), advantages and returns.
@@ -354,12 +365,15 @@ class RayPPOTrainer(PPOLoop):
         if self.config.distillation.in_advantages:
             ctx.metrics |= ppo.add_teacher_advantages(ctx.batch, self.config.distillation)
 
-    def update_critic(self, ctx: BatchContext) -> None:
+    def update_critic(self, ctx: BatchContext) -> Submitting:
         """Fit the critic to the returns."""
         data = select_training_rows(ctx.batch, CRITIC_INPUT, self.config, role=Role.Critic, step=self.global_steps)
-        if len(data):
-            updated = self.groups[Role.Critic].update_critic(data)
-            ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="critic", prefix="critic")
+        if not len(data):
+            return
+        critic = self.groups[Role.Critic]
+        yield (call := self.submit(critic, lambda: [critic.update_critic.submit(data)]))
+        [updated] = call.get()
+        ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="critic", prefix="critic")
 
     def update_actor(self, ctx: BatchContext) -> None:
         """Update the policy, after the critic's warm-up steps. Without `old_log_probs` the update returns its own."""

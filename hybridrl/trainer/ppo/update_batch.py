@@ -6,6 +6,8 @@ Pure functions, called by the trainer in the driver. `workers/mini_batch.py` cut
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -15,6 +17,7 @@ from hybridrl import algos
 from hybridrl.algos import advantages, policy_losses, sample_selection
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
+from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
@@ -148,15 +151,15 @@ def select_columns(batch: DataProto, names: Collection[str]) -> DataProto:
 
 
 def call_balanced(
-    method: Callable, data: DataProto, *, num_ranks: int, balance: bool, share_prefixes: bool = False
-) -> DataProto:
-    """Call a pure method of a group with about the same number of tokens on every rank.
+    submit: Callable, data: DataProto, *, num_ranks: int, balance: bool, share_prefixes: bool = False
+) -> DataProtoFuture:
+    """Submit a pure method of a group with about the same number of tokens for every rank.
 
     The batch is not reordered, and the result has its row order: which rows form a mini-batch must not depend on the
     number of ranks. With `share_prefixes` rows that begin alike are on one rank, and their common tokens count once.
     """
     if num_ranks == 1 or not balance:
-        return method(data)
+        return submit(data)
     if share_prefixes:
         rows = algos.prefix_tree.real_tokens(data.batch["input_ids"], data.batch["attention_mask"])
         parts = algos.prefix_tree.balanced_tree_parts(rows, num_ranks)
@@ -164,6 +167,10 @@ def call_balanced(
         parts = balanced_partition(data.batch["attention_mask"].sum(-1).tolist(), num_ranks)
     order = np.array([row for part in parts for row in part], dtype=np.int64)
     bounds = list(pairwise([0, *accumulate(map(len, parts))]))
-    result = method(data.select_idxs(order).split_at(bounds))
-    result.reorder(order.argsort())
+    shards = data.select_idxs(order).split_at(bounds)
+    return replace(submit(shards), dispatch_fn=partial(_reordered, order.argsort()))
+
+
+def _reordered(rows: np.ndarray, result: DataProto) -> DataProto:
+    result.reorder(rows)
     return result

@@ -14,8 +14,8 @@ from hybridrl import master
 from hybridrl.config import SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import WorkerLost
-from hybridrl.framework import Task, spec_of
-from hybridrl.framework.stage import StageFn
+from hybridrl.framework.loop import Task
+from hybridrl.framework.stage import StageFn, spec_of
 from hybridrl.single_controller.cluster import MASTER
 from hybridrl.single_controller.monitoring.reports import report_decision
 from hybridrl.trainer.roles import Role

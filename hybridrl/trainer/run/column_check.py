@@ -7,14 +7,14 @@ trainer's table. Not checked: values, changes in place, object arrays, and stage
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
 
 import torch
 
-from hybridrl.framework.stage import StageFn, StageSpec, spec_of
+from hybridrl.framework.stage import StageFn, StageSpec, Wrapper, spec_of
 
 CHECK_VARIABLE = "HYBRIDRL_CHECK_STAGES"
 HINT = "correct the stage, or its reads and writes in the trainer's list of stages"
@@ -40,7 +40,7 @@ class Column:
 Tensors = Mapping[str, torch.Tensor]
 
 
-def column_checks(table: Mapping[str, Column]) -> list[Callable[[StageFn], StageFn]]:
+def column_checks(table: Mapping[str, Column]) -> list[Wrapper]:
     """Return the wrappers that check every stage: one if HYBRIDRL_CHECK_STAGES=1, else none."""
     return [functools.partial(check_columns, table=table)] if os.environ.get(CHECK_VARIABLE) == "1" else []
 
@@ -55,10 +55,22 @@ def check_columns(fn: StageFn, *, table: Mapping[str, Column]) -> StageFn:
         if before is not None:
             _require(spec.reads, before, spec, "requires")
         result = fn(ctx)
-        after = _tensors(ctx)
-        if after is not None and not isinstance(result, GeneratorType):  # a generator has only begun
-            check_change(spec, before or {}, after, table=table)
+        if isinstance(result, GeneratorType):  # which has not begun
+            return checked_halves(result, ctx) if spec.submits else result
+        check(before, ctx)
         return result
+
+    def checked_halves(halves: GeneratorType, ctx: Any) -> Generator[Any, None, None]:
+        before = _tensors(ctx)
+        for submitted in halves:
+            yield submitted
+            before = _tensors(ctx)  # other stages have run
+        check(before, ctx)
+
+    def check(before: Tensors | None, ctx: Any) -> None:
+        after = _tensors(ctx)
+        if after is not None:
+            check_change(spec, before or {}, after, table=table)
 
     return checked
 

@@ -3,8 +3,7 @@
     def use(task, trainer):
         task.insert_after("adv", clip_advantages)       # or insert_before, replace, use_wrapper, on_exit
 
-`BatchContext` is the loop's context: stages that run concurrently each work on a shallow copy of the batch. Used by the
-trainers and by `hybridrl job graph`, in the driver.
+`BatchContext` is the loop's context. Used by the trainers and by `hybridrl job graph`, in the driver.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +14,10 @@ import numpy as np
 
 from hybridrl.config import PPOConfig
 from hybridrl.errors import ConfigError
-from hybridrl.framework import OnlineRLContext, StageSpec, Task
-from hybridrl.framework.context import apply_changes
-from hybridrl.framework.stage import with_spec
+from hybridrl.framework.context import OnlineRLContext
+from hybridrl.framework.loop import Task
+from hybridrl.framework.stage import StageSpec, with_spec
 from hybridrl.import_path import load_object
-from hybridrl.protocol import DataProto
 from hybridrl.trainer.checkpoint.ledger_audit import Outcomes
 
 Middleware = Callable[[Task, Any], None]
@@ -79,7 +77,7 @@ def _nothing(ctx: Any) -> None:
 
 @dataclass(repr=False, eq=False)
 class BatchContext(OnlineRLContext):
-    """`OnlineRLContext` for concurrent stages: columns are added or replaced, never changed in place.
+    """`OnlineRLContext` with what the trainers' stages carry. Columns are added or replaced, never changed in place.
 
     The trainers' stages set the attributes below. One that no stage has set yet does not exist.
 
@@ -115,25 +113,3 @@ class BatchContext(OnlineRLContext):
     def step_number(self) -> int:
         """The step's number in the run, which may have begun in an earlier process."""
         return self.first_step + self.total_step
-
-    def copy(self, value: Any) -> Any:
-        if not isinstance(value, DataProto):
-            return super().copy(value)
-        batch = None if value.batch is None else value.batch.clone(recurse=False)
-        return DataProto(batch, dict(value.non_tensor_batch), dict(value.meta_info))
-
-    def merge_changes(self, mine: Any, before: Any, theirs: Any) -> bool:
-        if not all(isinstance(value, DataProto) for value in (mine, before, theirs)) or len(mine) != len(theirs):
-            return super().merge_changes(mine, before, theirs)
-        if theirs.batch is not None:
-            _set_changed_columns(mine, before, theirs)
-        apply_changes(mine.non_tensor_batch, before.non_tensor_batch, theirs.non_tensor_batch)
-        apply_changes(mine.meta_info, before.meta_info, theirs.meta_info)
-        return True
-
-
-def _set_changed_columns(mine: DataProto, before: DataProto, theirs: DataProto) -> None:
-    if mine.batch is None:
-        mine.batch = theirs.batch
-        return
-    apply_changes(mine.batch, {} if before.batch is None else before.batch, theirs.batch)

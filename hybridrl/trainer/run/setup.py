@@ -10,15 +10,22 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
+from hybridrl import framework
 from hybridrl.config import PPOConfig, SupervisedConfig, to_dict
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import ConfigError
-from hybridrl.framework import OnlineRLContext, StepTimer, Task
-from hybridrl.framework.graph.stage_tracer import DRIVER, TRACE, StageTracer
-from hybridrl.framework.overlap import DeviceSlots
-from hybridrl.framework.stage import StageFn, spec_of, with_spec
-from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, is_recording, start_recording
+from hybridrl.framework.context import OnlineRLContext
+from hybridrl.framework.loop import Task
+from hybridrl.framework.stage import DeviceSlots, StageFn, Wrapper, spec_of, with_spec
+from hybridrl.framework.wrapper import StepTimer
+from hybridrl.single_controller.monitoring.tracing import (
+    DIRECTORY_VARIABLE,
+    DRIVER,
+    TRACE,
+    is_recording,
+    start_recording,
+)
 from hybridrl.system.directory_lock import lock_directory
 from hybridrl.system.secrets import without_secrets
 from hybridrl.trainer import run
@@ -168,7 +175,8 @@ def run_stages(
     first_step: int = 1,
     change: Callable[[Task], None] = lambda task: None,
     device_slots: DeviceSlots | None = None,
-    wrappers: Sequence[Callable[[StageFn], StageFn]] = (),
+    queued: bool = False,
+    wrappers: Sequence[Wrapper] = (),
 ) -> None:
     """Run the stages in order, `max_step` times, and time each of them.
 
@@ -177,20 +185,21 @@ def run_stages(
         max_step: Number of steps.
         first_step: Number of the first step, for traces and errors.
         change: Applied to the loop before it runs.
-        device_slots: Role -> device slots; independent stages then run concurrently, see `framework/overlap.py`.
+        device_slots: Role -> device slots; submitted work then runs beside other stages, see `framework/overlap.py`.
+        queued: Whether roles that share a slot share its process.
         wrappers: Applied to every stage of the run.
     """
     with Task(ctx=BatchContext(first_step=first_step)) as task:
         task.use_wrapper(StepTimer(print_per_step=0))
         if is_recording():
-            task.use_wrapper(StageTracer(first_step=first_step))
+            task.use_wrapper(framework.StageTracer(first_step=first_step))
         for fn in stages:
             task.use(functools.reduce(_wrapped, wrappers, fn))
         change(task)
-        task.run(max_step=max_step, overlap=device_slots)
+        task.run(max_step=max_step, overlap=device_slots, queued=queued)
 
 
-def _wrapped(fn: StageFn, wrapper: Callable[[StageFn], StageFn]) -> StageFn:
+def _wrapped(fn: StageFn, wrapper: Wrapper) -> StageFn:
     return with_spec(wrapper(fn), spec_of(fn))
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.framework.graph.stage_tracer import DRIVER, TRACE
 from hybridrl.framework.graph.timeline import Span, rank_times, stage_seconds, trace_events
-from hybridrl.single_controller.monitoring.tracing import SUFFIX
+from hybridrl.single_controller.monitoring.tracing import DRIVER, SUFFIX, TRACE
 from hybridrl.view.readers.storage import Folder, LineTail, parsed
 
 BLOCK_LINES = 200

@@ -207,7 +207,7 @@ def test_a_run_leaves_a_timeline_of_all_its_stages_and_calls_that_the_command_ma
         "next_batch",
         "gen",
         "reward",
-        "old_log_prob",
+        *("old_log_prob", "old_log_prob"),  # submitted, and joined
         "adv",
         "update_actor",
         "update_weights",

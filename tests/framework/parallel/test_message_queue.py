@@ -8,7 +8,7 @@ from hybridrl.framework.parallel import message_queue
 from hybridrl.framework.parallel.inbox import Inbox
 from hybridrl.framework.parallel.message import SerializedMessage, serialize
 from hybridrl.framework.parallel.message_queue import Message, MessageQueue
-from hybridrl.framework.parallel.router import PeerRouter
+from hybridrl.framework.parallel.peer_router import PeerRouter
 
 
 def message(event, value=None, *, newest_only=False, num_bytes=1):

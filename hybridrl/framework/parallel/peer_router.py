@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hybridrl.framework.events.event_loop import ListenerFn, ReplayingLoop
-from hybridrl.framework.events.router import Router, install_router
+from hybridrl.framework.events import ListenerFn
+from hybridrl.framework.events.event_loop import ReplayingLoop
+from hybridrl.framework.events.local_peers import LocalPeers, install_router
 from hybridrl.framework.parallel.inbox import Inbox
 from hybridrl.framework.parallel.message import serialize
 from hybridrl.framework.parallel.message_queue import Message
@@ -24,7 +25,7 @@ LISTENER_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 5.0  # for messages that still wait for a slow peer when `main` has ended
 
 
-class PeerRouter(Router):
+class PeerRouter(LocalPeers):
     """Sends events to peers and passes received ones to listeners.
 
     Messages of one sender are handled in the order in which they were sent, in the router's own thread. Messages that

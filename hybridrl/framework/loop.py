@@ -7,35 +7,53 @@
 
 A stage is a function of the context, or a generator function with one `yield`. The code before the `yield` runs in the
 order of registration (forward). The code after it runs in reverse order when all stages have run (backward). Stages run
-in the calling thread, unless the task is asynchronous or overlaps them.
+in the calling thread, unless the task is asynchronous.
 
-A single stage is `stage.py`, its halves `stage_halves.py`. Stages of stages: `composition.py`. Concurrent stages:
-`overlap.py`. In `parallel/`: events and peers (`task_events.py`), labels and roles (`labels.py`), processes
-(`runner.py`).
+A single stage is `stage.py`, the halves of a step's stages `step_runner.py`. A task has three more parts, and loads
+each one when it is first used: `composition.py` (stages of stages, threads), `events/task_events.py` (events, peers)
+and `events/labels.py` (labels and roles of the process).
 """
 
 import difflib
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from hybridrl import framework
 from hybridrl.errors import ConfigError
-from hybridrl.framework.composition import Composition, ForkingExecutor
 from hybridrl.framework.context import Context
-from hybridrl.framework.events.event_loop import ListenerFn
-from hybridrl.framework.events.labels import Role, StageLabels, VoidMiddleware, labels_of
-from hybridrl.framework.overlap import DeviceSlots, OverlapPlan
-from hybridrl.framework.stage import StageFn, StageSpec, declared_spec, spec_of, with_spec
-from hybridrl.framework.stage_halves import Pending, close_suspended, resume_stages
+from hybridrl.framework.events import ROUTERS, ListenerFn
+from hybridrl.framework.stage import (
+    DeviceSlots,
+    StageFn,
+    StageSpec,
+    VoidMiddleware,
+    Wrapper,
+    declared_spec,
+    spec_of,
+    with_spec,
+)
+from hybridrl.framework.step_runner import StepRunner
 
 logger = logging.getLogger(__name__)
-Wrapper = Callable[[StageFn], StageFn]
 
 
-class Task(Composition, StageLabels):
+class PartOf:
+    """An attribute of a task that one of its parts has: `emit = PartOf("events")` is `task.events.emit`."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, task: Any, owner: type) -> Any:
+        return self if task is None else getattr(getattr(task, self._part), self._name)
+
+
+class Task:
     """A loop: stages are added with `use`, then `run` executes its steps.
 
     Leaving its `with` block runs the exit hooks, also after an exception.
@@ -49,12 +67,20 @@ class Task(Composition, StageLabels):
         event_listeners: Event -> listeners for `on`.
         once_listeners: Event -> listeners for `once`.
         attach_callback: Called first, with the context of the group to which this process was attached.
-        labels: Labels of this process in addition to those of `labels_of`.
+        labels: Labels of this process in addition to those of `ProcessLabels`.
         auto_sync_ctx: In a group of processes, send the context to the peers after every step.
 
     Attributes:
+        ctx: Context of the current step, or of the last one.
         running: Whether the task has not been stopped yet.
     """
+
+    on, once, off, emit, wait_for = (PartOf("events") for _ in range(5))
+    router, parallel_ctx, get_attch_to_len = (PartOf("events") for _ in range(3))
+    forward, backward, sync = (PartOf("runner") for _ in range(3))
+    serial, sequence, parallel, wrap = (PartOf("composition") for _ in range(4))
+    labels, roles, role, match_labels = (PartOf("process_labels") for _ in range(4))
+    add_role, has_role, void = (PartOf("process_labels") for _ in range(3))
 
     def __init__(
         self,
@@ -70,32 +96,31 @@ class Task(Composition, StageLabels):
         labels: Iterable[str] | None = None,
         auto_sync_ctx: bool = True,
     ) -> None:
-        self.ctx = Context() if ctx is None else ctx  # of the current step, or of the last one
-        self.async_mode = async_mode
-        self.roles: set[Role] = set()
+        self.ctx = Context() if ctx is None else ctx
+        self.async_mode, self.n_async_workers = async_mode, n_async_workers
+        self.auto_sync_ctx, self._own_labels = auto_sync_ctx, tuple(labels or ())
+        self.runner = StepRunner(self)
+        self.running = True
         self._stages: list[StageFn] = []
         self._num_filtered = 0  # stages left out by filter_labels or void
         self._wrappers: list[Wrapper] = []
-        self.running = True
         self._is_in_run = False
         self._step_done = False
         self._by_hand = False  # the program ends steps itself, with `renew`
         self._exit_hooks: list[Callable[[], Any]] = []
-        self._submitted: list[Future] = []  # stage halves that run in threads
-        self._overlap: tuple[tuple[StageFn, ...], DeviceSlots, OverlapPlan] | None = None
-        self._init_events(auto_sync_ctx=auto_sync_ctx)
-        self._init_composition()
-        self._threads = self._new_threads(n_async_workers)
-        self.labels = labels_of(self.router, async_mode=async_mode, own=labels or ())
+        if n_async_workers < 1:
+            raise ValueError(f"{n_async_workers} threads cannot run stages; give at least 1")
+        if ROUTERS:
+            self.events.connect()
         for fn in middleware:
             self.use(fn)
         for wrapper in step_wrappers:
             self.use_step_wrapper(wrapper)
-        for listen, listeners in ((self.on, event_listeners), (self.once, once_listeners)):
+        for once, listeners in ((False, event_listeners), (True, once_listeners)):
             for event, fn in ((event, fn) for event, fns in (listeners or {}).items() for fn in fns):
-                listen(event, fn)
+                (self.once if once else self.on)(event, fn)
         if attach_callback is not None:
-            self._attach(attach_callback)
+            self.events.attach(attach_callback)
 
     def start(
         self,
@@ -110,14 +135,34 @@ class Task(Composition, StageLabels):
         As in DI-engine v0.5.3 no context is sent to the peers, unless `auto_sync_ctx=True` is given.
         """
         self.stop()
+        vars(self).clear()
         options.setdefault("auto_sync_ctx", False)
         self.__init__(async_mode, n_async_workers, ctx=ctx, labels=labels, **options)  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> tuple:
-        if self is task:
-            return _module_task, ()  # unpickles as the receiving process's own
         raise TypeError("a Task belongs to one process and cannot be sent to another; make it in `main`")
+
+    # -- parts, each loaded when it is first used
+
+    @functools.cached_property
+    def events(self) -> "framework.TaskEvents":
+        """Events of the task, in this process and from its peers."""
+        return framework.TaskEvents(self)
+
+    @functools.cached_property
+    def composition(self) -> "framework.Composition":
+        """Stages of stages, and the threads of concurrent stages."""
+        return framework.Composition(self)
+
+    @functools.cached_property
+    def process_labels(self) -> "framework.ProcessLabels":
+        """Labels and roles of this process."""
+        return framework.ProcessLabels(self.router, async_mode=self.async_mode, own=self._own_labels)
+
+    def loaded(self, part: str) -> Any:
+        """Return a part that was used; None for one that was not."""
+        return vars(self).get(part)
 
     # -- adding stages
 
@@ -140,7 +185,8 @@ class Task(Composition, StageLabels):
         if isinstance(fn, VoidMiddleware) or (filter_labels and not self.match_labels(filter_labels)):
             self._num_filtered += 1
             return self
-        self._stages.append(self._wrapped(self._with_lock(fn, lock), spec_of(fn)))
+        locked = self.composition.with_lock(fn, lock) if lock not in (False, None) else fn
+        self._stages.append(self._wrapped(locked, spec_of(fn)))
         return self
 
     def use_wrapper(self, wrapper: Wrapper) -> Self:
@@ -154,7 +200,7 @@ class Task(Composition, StageLabels):
 
         This includes children of composed stages and functions given to `forward`.
         """
-        self._step_wrappers.append(wrapper)
+        self.runner.wrappers.append(wrapper)
         return self
 
     def insert_before(self, name: str, fn: StageFn) -> Self:
@@ -196,7 +242,26 @@ class Task(Composition, StageLabels):
 
     # -- running
 
-    def run(self, max_step: int = 10**12, *, overlap: DeviceSlots | None = None) -> None:
+    @property
+    def finish(self) -> bool:
+        """Whether the current step is the last.
+
+        A stage, a listener or a peer may set it.
+        """
+        return self.ctx.finish or self._peer_finished
+
+    @finish.setter
+    def finish(self, value: bool) -> None:
+        self.ctx.finish = value
+        if value and (events := self.loaded("events")):
+            events.mailbox.wake()
+
+    @property
+    def _peer_finished(self) -> bool:
+        events = self.loaded("events")
+        return events is not None and events.peer_finished
+
+    def run(self, max_step: int = 10**12, *, overlap: DeviceSlots | None = None, queued: bool = False) -> None:
         """Run at most `max_step` steps, fewer when a stage, a listener or a peer sets `finish`.
 
         Afterwards `ctx` is the context of the last step, with `finish` set: after n steps `total_step` is n - 1. A
@@ -205,7 +270,9 @@ class Task(Composition, StageLabels):
 
         Args:
             max_step: Maximum number of steps.
-            overlap: Role -> device slots; independent stages then run concurrently (see `overlap.py`).
+            overlap: Role -> device slots. Work that stages with `submits=True` start then runs beside other stages
+                (see `overlap.py`). None: such a stage ends before the next one starts.
+            queued: With `overlap`: roles that share a slot share its process, which does submitted work in line.
         """
         if not self._stages:
             return self._check_no_stages()
@@ -213,21 +280,24 @@ class Task(Composition, StageLabels):
             raise ConfigError(
                 "overlap= and async_mode=True both decide which stages run concurrently; give one of them"
             )
-        self._start_stepping()
+        order = None if overlap is None else functools.partial(framework.schedule, slots=overlap, queued=queued)
+        self.runner.set_order(order)
+        if events := self.loaded("events"):
+            events.start_stepping()
         self._is_in_run = True
         try:
-            self._run_steps(max_step, overlap)
+            self._run_steps(max_step)
         finally:
             self._is_in_run = False
-        if max_step > 0:
-            self._send_finish()
+        if max_step > 0 and (events := self.loaded("events")):
+            events.send_finish()
 
-    def _run_steps(self, max_step: int, overlap: DeviceSlots | None) -> None:
+    def _run_steps(self, max_step: int) -> None:
         for remaining in range(max_step, 0, -1):
             if self._step_done and not self._peer_finished:
                 self.renew()
             if not self.finish:
-                self._run_step(overlap)
+                self._run_step()
                 self._step_done = True
             if self.finish or remaining == 1:
                 self.finish = True
@@ -240,90 +310,11 @@ class Task(Composition, StageLabels):
         labels = ", ".join(sorted(self.labels))
         logger.info("no stage of the task is for this process (labels %s); nothing to run", labels)
 
-    def _run_step(self, overlap: DeviceSlots | None) -> None:
+    def _run_step(self) -> None:
         self._step_done = False
-        if self._step_error is not None:
-            self._wait_for_unfinished(stopping=False)
-        try:
-            if overlap is None:
-                self._forward_all()
-            else:
-                self._forward_overlapped(overlap)
-            self._run_second_halves()
-        except BaseException as error:
-            close_suspended(self._pending, error)
-            raise
-        self._send_context()
-
-    def _forward_all(self) -> None:
-        router, pending = self.router, self._pending
-        for fn in tuple(self._stages):
-            if router.failure is not None:
-                router.raise_failure()
-            if self.async_mode:
-                self.forward(fn)
-            else:
-                self._start_stage(fn, self.ctx, pending)
-
-    def _run_second_halves(self) -> None:
-        if self._submitted:
-            self.sync()
-        if self._pending:
-            self.backward().sync()
-        self.router.raise_failure()
-
-    def _forward_overlapped(self, slots: DeviceSlots) -> None:
-        stages = tuple(self._stages)
-        if self._overlap is None or self._overlap[:2] != (stages, slots):
-            self._overlap = stages, slots, OverlapPlan(self.stages, slots)
-        plan = self._overlap[2]
-        self._threads.resize(plan.num_threads)
-        pendings = plan.run(ForkingExecutor(self, stages, self.ctx))
-        self._pending += [suspended for pending in pendings for suspended in pending]
-
-    def forward(
-        self,
-        fn: StageFn,
-        ctx: Context | None = None,
-        backward_stack: Pending | None = None,
-        *,
-        async_mode: bool | None = None,
-    ) -> Generator | None:
-        """Run `fn` up to its `yield` and return the suspended generator, or None.
-
-        Its second half runs in `backward`. In async mode `fn` is started in a thread, None is returned, and `sync`
-        waits for it. Inside a stage `fn` always runs at once.
-        """
-        ctx = self.ctx if ctx is None else ctx
-        stack = self._stack() if backward_stack is None else backward_stack
-        if stack is self._pending and (self.async_mode if async_mode is None else async_mode):
-            self._submitted.append(self._threads.submit(functools.partial(self._start_in_thread, fn, ctx)))
-            return None
-        suspended = self._start_stage(fn, ctx, stack)
-        return None if suspended is None else suspended.generator
-
-    def backward(self, backward_stack: Pending | None = None, *, async_mode: bool | None = None) -> Self:
-        """Run the suspended second halves, last stage first.
-
-        In async mode all first halves must have ended, so this waits for them. The second halves are started in
-        threads, and `sync` waits for them.
-        """
-        stack = self._stack() if backward_stack is None else backward_stack
-        if stack is self._pending and (self.async_mode if async_mode is None else async_mode):
-            self.sync()
-            while stack:
-                self._submitted.append(self._threads.submit(functools.partial(resume_stages, [stack.pop()])))
-        else:
-            resume_stages(stack)
-        return self
-
-    def sync(self) -> Self:
-        """Wait for all threads; the first exception is raised at once and ends the step."""
-        submitted, self._submitted = self._submitted, []
-        if submitted:
-            for pending in self._wait_all(submitted):
-                self._pending += pending
-        return self
+        self.runner.run_step(tuple(self._stages))
+        if events := self.loaded("events"):
+            events.end_step()
 
     def renew(self) -> Self:
         """Replace the context by that of the next step.
@@ -342,16 +333,15 @@ class Task(Composition, StageLabels):
         return self
 
     def _end_step_by_hand(self) -> None:
-        self._start_stepping()
-        try:
-            self._run_second_halves()
-        except BaseException as error:
-            close_suspended(self._pending, error)
-            raise
+        events = self.loaded("events")
+        if events:
+            events.start_stepping()
+        self.runner.end_step()
         self._by_hand = True
-        self._send_context()
-        if self.finish:
-            self._send_finish()
+        if events:
+            events.end_step()
+            if self.finish:
+                events.send_finish()
 
     # -- stopping
 
@@ -373,26 +363,23 @@ class Task(Composition, StageLabels):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failures: list[BaseException] = [] if error is None else [error]
-        self._wait_for_unfinished(stopping=True)
+        events = self.loaded("events")
+        if composition := self.loaded("composition"):
+            composition.wait_for_unfinished(stopping=True)
         self.running = False
-        hooks: list[Callable[[], Any]] = [*self._exit_hooks, functools.partial(self._local.emit, "exit")]
-        self._exit_hooks = []
-        if self._by_hand and error is None and not self.finish:
-            hooks.append(self._send_finish)  # it may raise what a listener has raised; the others run all the same
+        hooks, self._exit_hooks = self._exit_hooks, []
+        if events:
+            hooks.append(functools.partial(events.local.emit, "exit"))
+            if self._by_hand and error is None and not self.finish:
+                hooks.append(events.send_finish)  # it may raise what a listener has raised; the others run all the same
         while hooks:
             try:
                 hooks.pop()()
             except Exception as failure:
                 failures.append(failure)
-        self._close_events()
+        if events:
+            events.close()
         for other in failures[1:]:
             failures[0].add_note(f"an exit hook failed too: {other!r}")
         if error is None and failures:
             raise failures[0]
-
-
-task = Task()  # the task of this process, for programs with one loop: `with task.start(): ...`
-
-
-def _module_task() -> Task:
-    return task

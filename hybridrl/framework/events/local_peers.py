@@ -1,20 +1,20 @@
-"""The router of a process: how the events of its task reach peers.
+"""The router of a process without peers: it sends and receives nothing.
 
-There is one per process, `current_router()`; `Parallel()` and `task.router` return it. Without `framework.parallel` a
-process has no peers, and its router sends and receives nothing.
+There is one router per process, `current_router()`; `Parallel()` and `task.router` return it. In a process that has
+loaded `framework.parallel` it is a `PeerRouter`.
 """
 
 import logging
 from collections.abc import Callable
 from typing import Self
 
-from hybridrl.framework.events.event_loop import ListenerFn
+from hybridrl.framework.events import ROUTERS, ListenerFn
 
 logger = logging.getLogger(__name__)
 
 
-class Router:
-    """The router of a process without peers; `framework.parallel.router.PeerRouter` extends it.
+class LocalPeers:
+    """The router of a process without peers; `framework.parallel.peer_router.PeerRouter` extends it.
 
     Attributes:
         is_active: Whether this process belongs to a group.
@@ -105,14 +105,14 @@ class Router:
             raise failure
 
 
-_routers: list[Router] = [Router()]
+LOCAL_PEERS = LocalPeers()
 
 
-def install_router(router: Router) -> None:
+def install_router(router: LocalPeers) -> None:
     """Make `router` the router of this process."""
-    _routers[:] = [router]
+    ROUTERS[:] = [router]
 
 
-def current_router() -> Router:
+def current_router() -> LocalPeers:
     """Return the router of this process."""
-    return _routers[0]
+    return ROUTERS[0] if ROUTERS else LOCAL_PEERS

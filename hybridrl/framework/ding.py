@@ -1,8 +1,30 @@
-"""DI-engine's `ding_init`: what a program does once before its loop."""
+"""What DI-engine's programs use by name: the task of the process, and `ding_init`.
+
+ding_init(cfg)
+with task.start(ctx=OnlineRLContext()):
+task.use(train).run(max_step=100)
+"""
 
 import logging
 from pathlib import Path
 from typing import Any
+
+from hybridrl.framework.loop import Task
+
+
+class ProcessTask(Task):
+    """The task of a process, for programs with one loop; it unpickles as that of the receiving process."""
+
+    def __reduce__(self) -> tuple:
+        return process_task, ()
+
+
+task = ProcessTask()
+
+
+def process_task() -> Task:
+    """Return the task of this process."""
+    return task
 
 
 def ding_init(cfg: Any) -> Path:
