@@ -2,7 +2,7 @@
 
 `main_ppo` and `main_sft` create one and pass it to whatever asks. A trainer that is constructed without one creates its
 own, so that several trainers in one process do not see each other's attempts or signals. State that the process has
-once, such as its connection to a master, is in `single_controller/monitoring/process_state.py`.
+once, such as its connection to a master, is in `single_controller/monitoring/process.py`.
 """
 
 from dataclasses import dataclass, field

@@ -30,7 +30,7 @@ from hybridrl.errors import CallTimeout, HybridRLError, RequestFailed, WorkerLos
 from hybridrl.failure_policy import Budgets, Failure, FailureKind
 from hybridrl.serving.replicas import LostDuringRestart, NotReplaceable, ReplicaOutage, Replicas
 from hybridrl.serving.routing_table import ReplicaState, RoutingTable
-from hybridrl.single_controller.monitoring.reports import report_decision
+from hybridrl.single_controller.monitoring.process import report_decision
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 logger = logging.getLogger(__name__)

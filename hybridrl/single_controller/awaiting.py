@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import CallTimeout, ConnectionLost, ObjectLost, WorkerLost
 from hybridrl.single_controller.call_cycles import waiting_for
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
-from hybridrl.single_controller.monitoring.lost_workers import await_report, lost_reason
-from hybridrl.single_controller.monitoring.process_state import PROCESS
-from hybridrl.single_controller.monitoring.reports import report_call_timeout
+from hybridrl.single_controller.monitoring.process import PROCESS, await_report, lost_reason, report_call_timeout
 from hybridrl.single_controller.monitoring.tracing import wait_span
 
 if TYPE_CHECKING:
@@ -55,23 +53,13 @@ TIMEOUT_HINT = (
 )
 
 
-def register_actors(addresses: Mapping[str, tuple[str, int]]) -> None:
-    """Register role and rank of actors, so that `WorkerLost` names the worker that died.
-
-    Args:
-        addresses: actor id (hex) -> (roles joined by "+", rank).
-    """
-    with PROCESS.lock:
-        PROCESS.addresses.update(addresses)
-
-
 @dataclass(frozen=True)
 class ShardFetcher:
     """Fetch the results of one call from their references; picklable, as part of a `DataProtoFuture`.
 
     Attributes:
         rank_of: reference (hex) -> rank.
-        addresses: argument for `register_actors` in the process that fetches.
+        addresses: role and rank of actors, see `ProcessState`.
     """
 
     role: str
@@ -81,7 +69,7 @@ class ShardFetcher:
     timeout_s: float | None = DEFAULT_TIMEOUT_S
 
     def __call__(self, references: Sequence[Any]) -> list[Any]:
-        register_actors(self.addresses)
+        PROCESS.register_actors(self.addresses)
         ranks = [self.rank_of.get(reference.hex(), i) for i, reference in enumerate(references)]
         return wait_all(
             references, ranks, role=self.role, method=self.method, timeout_s=self.timeout_s, hint=TIMEOUT_HINT

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from hybridrl.errors import CallCycle
 from hybridrl.single_controller.cluster import find_actor, get_value
 from hybridrl.single_controller.invocation import CONTROL
-from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.monitoring.process import PROCESS
 
 # A wait is checked after this time, and then again and again: a caller may begin to wait later.
 CHECK_PERIOD_S = 1.0

@@ -114,8 +114,3 @@ def get_value(reference: Any, *, what: str, timeout_s: float, hint: str = "") ->
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
         raise CallTimeout(f"{what} was not ready within {timeout_s:g} s{hint}") from None
-
-
-def wait_ready(reference: Any, *, what: str, timeout_s: float) -> None:
-    """Wait until Ray has made an object, such as a placement group; errors as for `get_value`."""
-    get_value(reference, what=what, timeout_s=timeout_s)

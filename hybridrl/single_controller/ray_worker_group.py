@@ -29,7 +29,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait_all
 from hybridrl.single_controller.cluster import get_value
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
-from hybridrl.single_controller.monitoring.lost_workers import lost_reason
+from hybridrl.single_controller.monitoring.process import lost_reason
 from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.host_start import find_host

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.errors import ConfigError
-from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.monitoring.process import PROCESS
 from hybridrl.single_controller.worker import PROCESS_GROUP_SIZE
 from hybridrl.system.rendezvous import take_listener
 

@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.errors import WorkerLost
 from hybridrl.single_controller.awaiting import broken_connection, describe_exit_report
-from hybridrl.single_controller.monitoring.lost_workers import mark_lost
+from hybridrl.single_controller.monitoring.process import mark_lost
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from tests.support.driver.ray_head import free_port

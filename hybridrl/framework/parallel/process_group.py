@@ -15,8 +15,8 @@ from typing import Any, Self
 from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.framework.parallel.group_end import allow_exit, end_mains, kill
 from hybridrl.framework.parallel.group_member import INBOX, NAMESPACE, GroupMember, on_inbox_thread
-from hybridrl.single_controller.awaiting import register_actors, wait_all
-from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.awaiting import wait_all
+from hybridrl.single_controller.monitoring.process import PROCESS
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class MemberGroup:
     def _start(self, node_ids: Iterable[int]) -> None:
         for node_id in node_ids:
             self.members[node_id] = _start_process(self.plan.member_name(node_id), self.plan.options)
-        register_actors({self.members[i]._actor_id.hex(): (self.plan.role, i) for i in node_ids})
+        PROCESS.register_actors({self.members[i]._actor_id.hex(): (self.plan.role, i) for i in node_ids})
         setups = [
             self.members[i].setup.remote(
                 self.plan.program, i, self.plan.member_name(i), self.plan.labels, tuple(self._attached)

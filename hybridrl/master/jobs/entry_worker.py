@@ -34,7 +34,7 @@ from hybridrl.single_controller.invocation import (
     Invocation,
     endpoints_of,
 )
-from hybridrl.single_controller.monitoring.lost_workers import expect_reports
+from hybridrl.single_controller.monitoring.process import PROCESS
 from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
@@ -227,7 +227,7 @@ class EntryArgs(ClassWithInitArgs):
 
 def _load_entry_args(context: JobContext, user_code: bytes, max_restart: int, has_run: bool) -> EntryArgs:
     set_context(context)
-    expect_reports()
+    PROCESS.expects_reports = True
     cls, args, kwargs, functions = cloudpickle.loads(user_code)
     return EntryArgs(cls, args, kwargs, context=context, functions=functions, max_restart=max_restart, has_run=has_run)
 

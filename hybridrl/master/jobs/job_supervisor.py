@@ -37,7 +37,7 @@ from hybridrl.master.service.client import MasterClient
 from hybridrl.master.state.events import SUPERVISOR, WarningRaised, role_of_slot
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import JOB_SUPERVISOR, master_name
-from hybridrl.single_controller.monitoring.reports import report_decision
+from hybridrl.single_controller.monitoring.process import report_decision
 from hybridrl.single_controller.processes.termination import kill_processes, kill_run
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 

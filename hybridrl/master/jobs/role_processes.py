@@ -23,7 +23,7 @@ from hybridrl.master.state.events import WarningRaised, WorkerReplaced, slot_mat
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.invocation import CONTROL, USER_CODE, Dispatch, Invocation
 from hybridrl.single_controller.launch import launch, make_pools
-from hybridrl.single_controller.monitoring.lost_workers import reported_reason
+from hybridrl.single_controller.monitoring.process import PROCESS
 from hybridrl.single_controller.placement.feasibility import NodeCapacity
 from hybridrl.single_controller.placement.placement_groups import NODE_LABEL, cluster_nodes
 from hybridrl.single_controller.placement.plan import Plan, PoolPlan, ProcessPlan
@@ -151,7 +151,7 @@ class RoleProcesses:
         found = {}
         for role, group in self.groups.items():
             for rank, host in enumerate(list(group.workers)):
-                if reason := reported_reason(host._actor_id.hex()):
+                if reason := PROCESS.lost_reasons.get(host._actor_id.hex()):
                     found[role, rank] = WorkerLost(role, rank, self._method(role), reason)
         return found
 

@@ -26,7 +26,7 @@ from hybridrl.single_controller.cluster import (
     master_name,
 )
 from hybridrl.single_controller.invocation import Invocation
-from hybridrl.single_controller.monitoring.lost_workers import is_reported
+from hybridrl.single_controller.monitoring.process import PROCESS
 
 START_TIMEOUT_S = 60.0  # for processes that do not exist yet
 ANSWER_TIMEOUT_S = 120.0  # of the supervisor; Ray may be restarting it
@@ -148,7 +148,7 @@ def loss_account(lost: WorkerLost) -> WorkerLost:
 
     A loss that this process got from a call has that reason already, unless the master was away.
     """
-    if is_reported(lost.cause):
+    if lost.cause in PROCESS.lost_reasons.values():
         return lost
     reason = exit_reason_of(find_actor(master_name(current_context().run)), lost.role, lost.rank)
     return WorkerLost(lost.role, lost.rank, lost.method, reason) if reason else lost

@@ -27,8 +27,7 @@ from typing import Any
 
 from hybridrl.single_controller.cluster import NAMESPACE, get_value
 from hybridrl.single_controller.monitoring.capacity import MemoryProbe, disk_capacity
-from hybridrl.single_controller.monitoring.lost_workers import mark_lost
-from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.monitoring.process import PROCESS, mark_lost
 from hybridrl.system.json_lines import MessageReader, send_message
 from hybridrl.system.machine import machine_id
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.monitoring.process import PROCESS
 
 DIRECTORY_VARIABLE = "HYBRIDRL_TRACE_DIRECTORY"  # environment variable of a worker: its directory
 TRACE = "trace"  # directory of the spans in a run's directory: TRACE/{job}/{process}.jsonl

@@ -1,4 +1,4 @@
-"""Check whether nodes can hold a job's reservations, and say what is missing where.
+"""Check whether nodes can hold a job's reservations, and say what is missing where; choose a smaller pool that fits.
 
 Pure: reserves nothing.
 
@@ -6,7 +6,7 @@ check_feasible(plan.reservations(), nodes)      # raises PlacementError, before 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,3 +208,41 @@ def format_amount(name: str, amount: float) -> str:
     """Return an amount of a resource with its unit, as in `2 GPU`."""
     size, unit = UNITS.get(name, (1, name))
     return f"{amount / size:g} {unit}"
+
+
+def slots_on_node(bundle: Mapping[str, float], node: NodeCapacity, *, limit: int) -> int:
+    """Return how many slots of these resources an otherwise empty node holds, at most `limit`."""
+    fitting = [(node.resources.get(name, 0) + ROUNDING) // amount for name, amount in bundle.items() if amount]
+    return int(min([limit, *fitting]))
+
+
+def largest_fitting(
+    full: Sequence[int],
+    capacities: Sequence[int],
+    *,
+    max_slots: int,
+    fits: Callable[[Sequence[int]], bool],
+    unit: int = 1,
+) -> list[int]:
+    """Return the slots per node of the largest pool that fits, larger nodes first; empty if none does.
+
+    Slots are left out on the node that holds the fewest, so that few nodes are used. Where whole units are on one node
+    in the whole pool, they are in the smaller one.
+
+    Args:
+        full: slots on each node of the whole pool.
+        capacities: slots that each node of the cluster could hold, alone.
+        max_slots: upper bound of their sum.
+        fits: returns whether the cluster holds the whole job with such a pool.
+        unit: divides the sum; so many slots share a model.
+    """
+    wanted = sorted(full, reverse=True)
+    if sum(wanted) <= max_slots and fits(full):
+        return list(full)
+    step = 1 if any(size % unit for size in full) else unit
+    held = [min(pair) // step * step for pair in zip(wanted, sorted(capacities, reverse=True), strict=False)]
+    sizes = [size for size in held if size]
+    while sizes and (sum(sizes) > max_slots or sum(sizes) % unit or not fits(sizes)):
+        sizes[-1] -= step
+        sizes = sorted((size for size in sizes if size), reverse=True)
+    return sizes

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import CallTimeout
-from hybridrl.single_controller.cluster import wait_ready
+from hybridrl.single_controller.cluster import get_value
 from hybridrl.single_controller.placement.feasibility import NodeCapacity
 from hybridrl.single_controller.placement.plan import Reservation
 
@@ -139,7 +139,7 @@ def _request(one: Reservation, excluded: Collection[str], *, strategy: str, deta
 
 
 def _wait_created(one: Reservation, group: "PlacementGroup", timeout_s: float) -> None:
-    wait_ready(group.ready(), what=f"{one.name} of pool {one.pool!r}", timeout_s=timeout_s)
+    get_value(group.ready(), what=f"{one.name} of pool {one.pool!r}", timeout_s=timeout_s)
 
 
 def _nodes_of_pools(one: Reservation, pools: Collection[str]) -> set[str]:

@@ -28,7 +28,7 @@ from hybridrl.single_controller.cluster import LOOPBACK, node_address, slot_from
 from hybridrl.single_controller.endpoints import find_function
 from hybridrl.single_controller.invocation import MAGIC_ATTR, Invocation, endpoints_of
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, HeartbeatClient
-from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.monitoring.process import PROCESS
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, call_span, start_recording
 from hybridrl.single_controller.references import materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker

@@ -6,16 +6,15 @@ roles; `ray_worker_group.py` calls them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import cloudpickle
 
 from hybridrl.errors import PlacementError
-from hybridrl.single_controller.awaiting import register_actors, wait_all
+from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.invocation import CONTROL
-from hybridrl.single_controller.monitoring.part_times import PartTimes
-from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.monitoring.process import PROCESS, PartTimes
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.host_start import (
     actor_options,
@@ -24,9 +23,8 @@ from hybridrl.single_controller.processes.host_start import (
     start_host,
     worker_environment,
 )
-from hybridrl.single_controller.processes.process_groups import first_ranks_of, process_group_size
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
-from hybridrl.single_controller.worker import RankInfo
+from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
 SETUP_HINT = (
@@ -45,7 +43,7 @@ class WorkerProcesses:
         label: the roles, joined by "+".
         addresses: actor id (hex) -> (label, rank), also of the processes that were replaced last: results of theirs
             may still be awaited.
-        hosts, names, process_ids, rank_infos, nodes: by rank; nodes are Ray's ids.
+        hosts, names, process_ids, nodes: by rank; nodes are Ray's ids.
         classes: role -> worker class.
         rendezvous_address: host and port at which rank 0 listens.
         restart_recipe: None if another driver started the processes.
@@ -64,7 +62,6 @@ class WorkerProcesses:
     process_ids: list[int] = field(default_factory=list)
     rendezvous_address: tuple[str, int] = ("", 0)
     pool: RayResourcePool | None = None
-    rank_infos: list[RankInfo] = field(default_factory=list)
     restart_recipe: "RestartRecipe | None" = None
     nodes: list[str] = field(default_factory=list)
     fencing_token: int = 1
@@ -79,11 +76,8 @@ class WorkerProcesses:
         self._register()
 
     def _register(self) -> None:
-        register_actors(self.addresses)
-        if CONTROL in self.concurrency_groups:
-            names = {host._actor_id.hex(): name for host, name in zip(self.hosts, self.names, strict=True)}
-            with PROCESS.lock:
-                PROCESS.answering.update(names)
+        names = {host._actor_id.hex(): name for host, name in zip(self.hosts, self.names, strict=True)}
+        PROCESS.register_actors(self.addresses, names if CONTROL in self.concurrency_groups else {})
 
     @classmethod
     def start(
@@ -120,58 +114,43 @@ class WorkerProcesses:
                 pool=pool,
                 nodes=nodes_of(pool),
                 concurrency_groups=frozenset(options.get("concurrency_groups", ())),
+                restart_recipe=RestartRecipe(dict(recipes), options, worker_environment(name_prefix, environment)),
             )
-            environment = worker_environment(name_prefix, environment)
-            started._set_up(pool, recipes, environment, timeout_s=timeout_s)
-            started.restart_recipe = RestartRecipe(dict(recipes), options, environment)
+            started._set_up(range(len(hosts)), started.times, timeout_s=timeout_s)
             return started
         except BaseException:
             kill_actors(hosts)
             pool.release_share(f"{name_prefix}/{label}")
             raise
 
-    def _set_up(
-        self,
-        pool: RayResourcePool,
-        recipes: Mapping[str, ClassWithInitArgs[Any]],
-        environment: Mapping[str, str],
-        *,
-        timeout_s: float,
-    ) -> None:
-        import ray
-
-        num_peers = process_group_size(recipes, num_ranks=len(self.hosts), label=self.label)
-        size = num_peers or len(self.hosts)
-        with self.times.part("start"):
-            addresses = self._open_rendezvous(pool, range(0, len(self.hosts), size), size, timeout_s=timeout_s)
-        pickled_recipes = ray.put(cloudpickle.dumps(dict(recipes)))
-        local = zip(pool.local_rank_list, pool.local_world_size_list, strict=True)
+    def _set_up(self, ranks: Sequence[int], times: PartTimes, *, timeout_s: float) -> None:
+        """Give new processes their ranks, and construct their workers."""
+        recipe, pool = self._require_startable(ranks[0])
+        num_peers = process_group_size(recipe.recipes, num_ranks=len(self.hosts), label=self.label)
+        with times.part("start"):
+            addresses = self._open_rendezvous(pool, ranks, num_peers, timeout_s=timeout_s)
+        recipes = cloudpickle.dumps(recipe.recipes)
+        local = list(zip(pool.local_rank_list, pool.local_world_size_list, strict=True))
         devices = self._node_devices(pool, timeout_s=timeout_s)
-        self.rank_infos = [
-            RankInfo(
-                rank,
-                len(self.hosts),
-                *local_ranks,
-                *addresses[rank - rank % size],
-                num_peers,
-                pool.rank_environment(rank),
-                devices[rank],
-            )
-            for rank, local_ranks in enumerate(local)
-        ]
-        calls = [
-            host.setup.remote(pickled_recipes, rank_info, environment)
-            for host, rank_info in zip(self.hosts, self.rank_infos, strict=True)
-        ]
-        with self.times.part("import"):
-            self.process_ids = wait_all(calls, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
+        calls = []
+        for rank in ranks:
+            place = rank, len(self.hosts), *local[rank], *addresses[rank], num_peers
+            rank_info = RankInfo(*place, pool.rank_environment(rank), devices[rank])
+            calls.append(self.hosts[rank].setup.remote(recipes, rank_info, recipe.environment))
+        with times.part("import"):
+            found = wait_all(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
+        process_ids = dict(enumerate(self.process_ids)) | dict(zip(ranks, found, strict=True))
+        self.process_ids = [process_ids[rank] for rank in range(len(self.hosts))]
 
     def _open_rendezvous(
-        self, pool: RayResourcePool, first_ranks: Sequence[int], size: int, *, timeout_s: float
+        self, pool: RayResourcePool, ranks: Sequence[int], num_peers: int, *, timeout_s: float
     ) -> dict[int, tuple[str, int]]:
-        """Return, for the first rank of each process group of `size` ranks, the address at which it listens."""
-        if not first_ranks:
-            return {}
+        """Return the address at which the first rank of each rank's process group listens.
+
+        The first rank of a whole group opens a new one. Without all of its ranks the address stays.
+        """
+        size = num_peers or len(self.hosts)
+        first_ranks = [rank for rank in ranks if rank % size == 0 and (num_peers or len(ranks) == size)]
         local = list(zip(pool.local_rank_list, pool.local_world_size_list, strict=True))
         calls = [
             self.hosts[rank].rendezvous.remote(one_machine=local[rank][0] + size <= local[rank][1])
@@ -180,7 +159,7 @@ class WorkerProcesses:
         found = wait_all(calls, first_ranks, role=self.label, method="rendezvous", timeout_s=timeout_s)
         addresses = dict(zip(first_ranks, found, strict=True))
         self.rendezvous_address = addresses.get(0, self.rendezvous_address)
-        return addresses
+        return {rank: addresses.get(rank - rank % size, self.rendezvous_address) for rank in ranks}
 
     def _node_devices(self, pool: RayResourcePool, *, timeout_s: float) -> list[dict[str, list[str]] | None]:
         """Return the devices that each rank sees, if it sees those of its node; else None.
@@ -206,35 +185,26 @@ class WorkerProcesses:
             PlacementError: another driver started the processes, or a slot's node was lost and no other node has free
                 capacity.
         """
-        recipe, pool = self._require_startable(ranks[0])
-        size = process_group_size(recipe.recipes, num_ranks=len(self.hosts), label=self.label)
-        first_ranks = first_ranks_of(ranks, size, label=self.label) if size else []
-        self._kill_and_confirm(ranks)
-        pool.replace_lost_nodes()
-        self._start_replacements(ranks, recipe, pool)
-        addresses = self._open_rendezvous(pool, first_ranks, size, timeout_s=timeout_s)
-        devices = self._node_devices(pool, timeout_s=timeout_s)
-        for rank in ranks:
-            info = self.rank_infos[rank]
-            host, port = addresses[rank - rank % size] if size else (info.master_addr, info.master_port)
-            self.rank_infos[rank] = replace(info, devices=devices[rank], master_addr=host, master_port=port)
-        recipes = cloudpickle.dumps(recipe.recipes)
-        calls = [self.hosts[rank].setup.remote(recipes, self.rank_infos[rank], recipe.environment) for rank in ranks]
-        process_ids = wait_all(calls, ranks, role=self.label, method="setup", timeout_s=timeout_s, hint=SETUP_HINT)
-        for rank, process_id in zip(ranks, process_ids, strict=True):
-            self.process_ids[rank] = process_id
+        self._restart(ranks, PartTimes(), timeout_s=timeout_s)
 
     def rebuild(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Kill all processes and start new ones on the same slots, with a new rendezvous address.
 
         For groups whose processes communicate with each other: a process group cannot continue with a new peer. Names
-        and errors as for `respawn`.
+        and errors as for `respawn`. The seconds are counted in `times`.
         """
-        recipe, pool = self._require_startable(0)
-        self._kill_and_confirm(list(range(len(self.hosts))))
+        self._restart(range(len(self.hosts)), self.times, timeout_s=timeout_s)
+
+    def _restart(self, ranks: Sequence[int], times: PartTimes, *, timeout_s: float) -> None:
+        recipe, pool = self._require_startable(ranks[0])
+        num_peers = process_group_size(recipe.recipes, num_ranks=len(self.hosts), label=self.label)
+        check_whole_groups(ranks, num_peers, label=self.label)
+        with times.part("kill"):
+            kill_actors([self.hosts[rank] for rank in ranks])
+            kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
         pool.replace_lost_nodes()
-        self._start_replacements(range(len(self.hosts)), recipe, pool)
-        self._set_up(pool, recipe.recipes, recipe.environment, timeout_s=timeout_s)
+        self._start_replacements(ranks, recipe, pool)
+        self._set_up(ranks, times, timeout_s=timeout_s)
 
     def split_model_time(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Split the seconds of the part "model" as the slowest rank measured them."""
@@ -242,11 +212,6 @@ class WorkerProcesses:
         found = wait_all(calls, role=self.label, method="start_times", timeout_s=timeout_s)
         names = dict.fromkeys(name for times in found for name in times)
         self.times.split("model", {name: max(times.get(name, 0.0) for times in found) for name in names})
-
-    def _kill_and_confirm(self, ranks: Sequence[int]) -> None:
-        with self.times.part("kill"):
-            kill_actors([self.hosts[rank] for rank in ranks])
-            kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
 
     def _require_startable(self, rank: int) -> "tuple[RestartRecipe, RayResourcePool]":
         if self.restart_recipe is None or self.pool is None:
@@ -298,7 +263,6 @@ class WorkerProcesses:
             "+".join(classes), [hosts[i] for i in order], [names[i] for i in order], classes, ids, address, is_new=False
         )
         attached.nodes = [found[i]["node"] for i in order]
-        attached.rank_infos = [found[i]["rank_info"] for i in order]
         attached.fencing_token = max(entry["fencing_token"] for entry in found)
         attached.concurrency_groups = frozenset(found[0]["concurrency_groups"])
         attached._register()
@@ -324,3 +288,29 @@ class RestartRecipe:
     options: dict[str, Any]
     environment: dict[str, str]
     incarnations: dict[int, int] = field(default_factory=dict)
+
+
+def process_group_size(recipes: Mapping[str, ClassWithInitArgs[Any]], *, num_ranks: int, label: str) -> int:
+    """Return how many adjacent ranks share a torch process group, as `Worker.num_peers` of the roles says.
+
+    0 stands for all: one of the roles needs all, or the roles differ.
+
+    Raises:
+        PlacementError: the ranks cannot be divided into such groups.
+    """
+    sizes = {
+        recipe.cls.num_peers(*recipe.args, **recipe.kwargs) if issubclass(recipe.cls, Worker) else 0
+        for recipe in recipes.values()
+    }
+    size = sizes.pop() if len(sizes) == 1 else 0
+    if size and num_ranks % size:
+        raise PlacementError(
+            f"{label} has {num_ranks} processes, and {size} of them share a process group; start a multiple of {size}"
+        )
+    return size
+
+
+def check_whole_groups(ranks: Sequence[int], size: int, *, label: str) -> None:
+    """Raise ValueError unless these ranks form whole process groups of `size`; 0 for one of all ranks."""
+    if size and set(ranks) != {rank - rank % size + i for rank in ranks for i in range(size)}:
+        raise ValueError(f"{label}: {size} ranks share a process group; name all of them, not only {sorted(ranks)}")

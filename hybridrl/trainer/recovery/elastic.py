@@ -24,9 +24,8 @@ from hybridrl.config.engines import rank_unit
 from hybridrl.errors import CallTimeout, ObjectLost, PlacementError, WorkerLost
 from hybridrl.failure_policy import Budgets, Failure, FailureKind, Refill
 from hybridrl.single_controller.cluster import master_name
-from hybridrl.single_controller.monitoring.reports import report_decision, report_ranks
-from hybridrl.single_controller.placement.feasibility import check_feasible
-from hybridrl.single_controller.placement.fewer_slots import largest_fitting, slots_on_node
+from hybridrl.single_controller.monitoring.process import report_decision, report_ranks
+from hybridrl.single_controller.placement.feasibility import check_feasible, largest_fitting, slots_on_node
 from hybridrl.single_controller.placement.node_loss import alive_capacities
 from hybridrl.single_controller.placement.placement_groups import (
     find_leftover_groups,

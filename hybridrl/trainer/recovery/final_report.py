@@ -13,7 +13,7 @@ from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.ray_cluster import existing_cluster, start_ray
 from hybridrl.failure_policy import Decision
 from hybridrl.single_controller.cluster import find_actor, master_name
-from hybridrl.single_controller.monitoring.reports import report_decision
+from hybridrl.single_controller.monitoring.process import report_decision
 from hybridrl.trainer.recovery.master_link import journal_root
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from hybridrl.errors import WorkerLost
 from hybridrl.framework.loop import Task
 from hybridrl.framework.stage import StageFn, spec_of
 from hybridrl.single_controller.cluster import MASTER
-from hybridrl.single_controller.monitoring.reports import report_decision
+from hybridrl.single_controller.monitoring.process import report_decision
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.setup import run_directory
 

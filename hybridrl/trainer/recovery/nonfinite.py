@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridrl.errors import NonFiniteError
 from hybridrl.failure_policy import Budgets, Failure, FailureKind, Refill
-from hybridrl.single_controller.monitoring.reports import report_decision
+from hybridrl.single_controller.monitoring.process import report_decision
 
 logger = logging.getLogger(__name__)
 HINTS = {

@@ -28,8 +28,7 @@ from hybridrl import master
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Refill
-from hybridrl.single_controller.monitoring.part_times import PartTimes
-from hybridrl.single_controller.monitoring.reports import report_decision
+from hybridrl.single_controller.monitoring.process import PartTimes, report_decision
 from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot
 from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
 

@@ -15,7 +15,7 @@ from hybridrl.master.service.client import MasterClient, list_masters
 from hybridrl.master.service.journal import history, replay
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.single_controller.cluster import NAMESPACE
-from hybridrl.single_controller.monitoring.reports import report_decision
+from hybridrl.single_controller.monitoring.process import report_decision
 from hybridrl.system.process_stat import STOPPED, read_process_stat
 from tests.support.master.monitored_process import describe, monitored_adders, wait_for, wait_until_gone
 

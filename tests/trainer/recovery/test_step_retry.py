@@ -7,7 +7,7 @@ import pytest
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import RULES, FailureKind
-from hybridrl.single_controller.monitoring.part_times import PartTimes
+from hybridrl.single_controller.monitoring.process import PartTimes
 from hybridrl.trainer.recovery.step_retry import FILE, StepRetry
 from hybridrl.trainer.recovery.step_snapshot import ResumeState
 

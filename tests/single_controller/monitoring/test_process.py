@@ -6,9 +6,7 @@ import time
 
 import pytest
 
-from hybridrl.single_controller.awaiting import register_actors
-from hybridrl.single_controller.monitoring.lost_workers import mark_lost
-from hybridrl.single_controller.monitoring.process_state import PROCESS
+from hybridrl.single_controller.monitoring.process import PROCESS, PartTimes, mark_lost
 from hybridrl.single_controller.monitoring.tracing import is_recording, span, start_recording
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -30,7 +28,7 @@ async def thread_name() -> str:
 
 def test_reset_ends_the_recording_and_the_event_loop_and_empties_the_tables(tmp_path):
     start_recording(str(tmp_path), "driver")
-    register_actors({"0a": ("actor", 0)})
+    PROCESS.register_actors({"0a": ("actor", 0)})
     mark_lost("0a", "killed by SIGKILL")
     assert resolve_awaitable(thread_name()) == "coroutines"
     loop = PROCESS.event_loop
@@ -53,6 +51,29 @@ def test_a_run_that_ends_its_trace_leaves_that_of_another_run_alone(tmp_path):
     assert not is_recording()
     assert "reward" in (tmp_path / "second/driver.jsonl").read_text()
     assert (tmp_path / "first/driver.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("inner", "found"),
+    [
+        ({"group": 2.0}, {"group": 2.0, "model": 5.0}),
+        ({"group": 2.0, "load": 4.0}, {"group": 2.0, "load": 4.0, "model": 1.0}),
+        ({"group": 9.0}, {"group": 7.0, "model": 0.0}),  # a process began to measure before its caller did
+        ({}, {"model": 7.0}),
+    ],
+)
+def test_the_parts_inside_a_part_are_counted_once_and_come_before_it(inner, found):
+    times = PartTimes(start=1.0, model=7.0)
+    times.split("model", inner)
+    assert list(times.items()) == [("start", 1.0), *found.items()]
+
+
+def test_a_part_is_counted_also_if_it_fails_and_draining_starts_again():
+    times = PartTimes()
+    with pytest.raises(KeyError), times.part("kill"):
+        raise KeyError
+    assert list(times) == ["kill"] and times["kill"] >= 0
+    assert list(times.drain()) == ["kill"] and times == {}
 
 
 @pytest.mark.usefixtures("ray_cluster")
