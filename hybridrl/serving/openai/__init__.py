@@ -1,9 +1,10 @@
 """The endpoint of the policy, for clients of OpenAI and Anthropic.
 
-`requests` parses requests, `responses` writes answers, `apis` translates the formats of other APIs, `server` is the web
-application between them and a `ReplicaRouter`.
+`requests` parses requests, `choice` has the responses, `apis` writes them in the format of each API. `server` is the
+web application between them and a `ReplicaRouter`.
 """
 
-from hybridrl.serving.openai.server import Endpoint, ServedModel
+from hybridrl.serving.openai.parameters import ServedModel
+from hybridrl.serving.openai.server import Endpoint
 
 __all__ = ["Endpoint", "ServedModel"]

@@ -5,12 +5,12 @@ Called by `requests`, in a thread. What a template cannot take is rejected with 
 
 from typing import Any
 
-from hybridrl.serving.openai.parameters import Policy, RequestError, get_typed, shorten
+from hybridrl.serving.openai.parameters import RequestError, ServedModel, get_typed, shorten
 
 MAX_TOOLS = 128
 
 
-def read_messages(body: dict, policy: Policy) -> list[dict]:
+def read_messages(body: dict, policy: ServedModel) -> list[dict]:
     """Return the messages, each with its content as one text. Raises RequestError for what is no message."""
     messages = get_typed(body, "messages", list, None)
     if not messages:
@@ -20,7 +20,7 @@ def read_messages(body: dict, policy: Policy) -> list[dict]:
     return [_readable(message) for message in messages]
 
 
-def read_tools(body: dict, policy: Policy) -> list[dict]:
+def read_tools(body: dict, policy: ServedModel) -> list[dict]:
     """Return the tools, in OpenAI's format.
 
     Raises:

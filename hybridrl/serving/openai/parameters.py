@@ -6,7 +6,7 @@ is tokenized. Not here: prompts, and how many tokens they leave (`requests`).
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.workers.rollout.sampling.logits import unwritable_strings
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
@@ -15,14 +15,15 @@ MAX_PARAMETERS = 64  # in one request
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_STOP_TOKENS = 256
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 1000.0  # below, logits divided by it are infinite; 0 is greedy
-MIN_REPETITION_PENALTY = 0.01  # logits are divided by it
-# Parameter -> smallest and largest value.
-RANGES: dict[str, tuple[float, float]] = {
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "top_k": (-1, 2**31 - 1),
+# Parameter -> default, smallest and largest value.
+RANGES: dict[str, tuple[float, float, float]] = {
+    "temperature": (1.0, 0, MAX_TEMPERATURE),
+    "presence_penalty": (0.0, -2, 2),
+    "frequency_penalty": (0.0, -2, 2),
+    "repetition_penalty": (1.0, 0.01, 2),  # logits are divided by it
+    "top_p": (1.0, 0, 1),
+    "min_p": (0.0, 0, 1),
+    "top_k": (-1, -1, 2**31 - 1),
 }
 
 # Parameters that are not supported, with the values that have no effect and are accepted.
@@ -40,25 +41,15 @@ UNSUPPORTED: dict[str, tuple] = {
     "prediction": (None,),
     "web_search_options": (None,),
 }
-IGNORED_PARAMETERS = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-}  # change no answer
+# Parameters that change no answer.
+IGNORED_PARAMETERS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+OWN_SAMPLING = (  # of this endpoint, in every API
+    *("seed", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "ignore_eos", "stop_token_ids"),
+)
 COMMON_PARAMETERS = {
-    *("model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs"),
-    *(
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "min_tokens",
-        "ignore_eos",
-        "stop_token_ids",
-        "return_token_ids",
-    ),
+    *("model", "stream", "stream_options", "n", "temperature", "top_p", "stop", "logprobs", "return_token_ids"),
+    *OWN_SAMPLING,
 }
 
 
@@ -92,10 +83,6 @@ COMPLETIONS = ParameterNames(COMMON_PARAMETERS | {"prompt", "max_tokens"}, UNSUP
 CHAT_PARAMETERS = ("messages", "max_tokens", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls")
 CHAT_DEMANDS = {"tool_choice": automatic_choice, "response_format": no_format}
 CHAT = ParameterNames(COMMON_PARAMETERS | {*CHAT_PARAMETERS}, UNSUPPORTED, IGNORED_PARAMETERS, CHAT_DEMANDS)
-OWN_SAMPLING = (  # of this endpoint, in every API
-    *("seed", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "ignore_eos", "stop_token_ids"),
-)
 
 
 class RequestError(Exception):
@@ -117,35 +104,29 @@ class RequestError(Exception):
         retry_after_s: int | None = None,
     ):
         super().__init__(message)
-        self.message, self.param, self.code, self.status, self.retry_after_s = (
-            message,
-            param,
-            code,
-            status,
-            retry_after_s,
-        )
+        self.message, self.param, self.code = message, param, code
+        self.status, self.retry_after_s = status, retry_after_s
 
 
-class Policy(Protocol):
-    """The facts about the model that parsing needs."""
+@dataclass(frozen=True)
+class ServedModel:
+    """The model as clients see it.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        name: As clients call it.
+        tokenizer: Its own.
+        max_length: Tokens of prompt and response together.
+        max_response_length: Tokens of a response.
+        vocab_size: Of the model's output.
+        template_options: For the chat template (`data.apply_chat_template_kwargs`).
+    """
 
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def max_response_length(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def template_options(self) -> Mapping[str, Any]: ...
+    name: str
+    tokenizer: Any
+    max_length: int
+    max_response_length: int
+    vocab_size: int
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def without_demands(body: dict, names: ParameterNames) -> dict:
@@ -194,7 +175,7 @@ def require_text(text: str, param: str) -> str:
     return text
 
 
-def require_token_ids(ids: list, policy: Policy, *, param: str) -> list[int]:
+def require_token_ids(ids: list, policy: ServedModel, *, param: str) -> list[int]:
     """Return the ids. Raises RequestError if one is no token of the model."""
     wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < policy.vocab_size]
     if wrong:
@@ -205,15 +186,15 @@ def require_token_ids(ids: list, policy: Policy, *, param: str) -> list[int]:
     return ids
 
 
-def sampling_of(body: dict, policy: Policy) -> SamplingParams:
+def sampling_of(body: dict, policy: ServedModel) -> SamplingParams:
     """Return how to sample, with max_new_tokens=1. Raises RequestError for a value out of its range."""
-    temperature = _number(body, "temperature", 1.0, low=0, high=MAX_TEMPERATURE, hint="; 0 is greedy")
+    temperature = _ranged(body, "temperature")
     if 0 < temperature < MIN_TEMPERATURE:
         raise RequestError(
             f"temperature={temperature}: must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
             param="temperature",
         )
-    top_k = int(_ranged(body, "top_k", -1, kind=int))
+    top_k = int(_ranged(body, "top_k", kind=int))
     stop_token_ids = get_typed(body, "stop_token_ids", list, [])
     if len(stop_token_ids) > MAX_STOP_TOKENS:
         raise RequestError(
@@ -224,12 +205,12 @@ def sampling_of(body: dict, policy: Policy) -> SamplingParams:
             max_new_tokens=1,
             do_sample=temperature > 0,
             temperature=temperature or 1.0,
-            top_p=_ranged(body, "top_p", 1.0),
+            top_p=_ranged(body, "top_p"),
             top_k=top_k if top_k != 0 else -1,
-            min_p=_ranged(body, "min_p", 0.0),
-            presence_penalty=_ranged(body, "presence_penalty", 0.0),
-            frequency_penalty=_ranged(body, "frequency_penalty", 0.0),
-            repetition_penalty=_repetition_penalty(body),
+            min_p=_ranged(body, "min_p"),
+            presence_penalty=_ranged(body, "presence_penalty"),
+            frequency_penalty=_ranged(body, "frequency_penalty"),
+            repetition_penalty=_ranged(body, "repetition_penalty"),
             min_tokens=get_typed(body, "min_tokens", int, 0),
             ignore_eos=get_typed(body, "ignore_eos", bool, False),
             stop=_stop_texts(body, policy),
@@ -240,38 +221,15 @@ def sampling_of(body: dict, policy: Policy) -> SamplingParams:
         raise RequestError(str(error), param=param) from error
 
 
-def _ranged(body: dict, key: str, default: float, *, kind: type | tuple = (int, float)) -> float:
-    low, high = RANGES[key]
-    return _number(body, key, default, low=low, high=high, kind=kind)
-
-
-def _number(
-    body: dict,
-    key: str,
-    default: float,
-    *,
-    low: float,
-    high: float,
-    kind: type | tuple = (int, float),
-    hint: str = "",
-) -> float:
+def _ranged(body: dict, key: str, *, kind: type | tuple = (int, float)) -> float:
+    default, low, high = RANGES[key]
     value = get_typed(body, key, kind, default)
     if not low <= value <= high:  # neither does NaN
-        raise RequestError(f"{key}={shorten(value)}: must be in [{low:g}, {high:g}]{hint}", param=key)
+        raise RequestError(f"{key}={shorten(value)}: must be in [{low:g}, {high:g}]", param=key)
     return float(value)
 
 
-def _repetition_penalty(body: dict) -> float:
-    value = _number(body, "repetition_penalty", 1.0, low=0, high=2)
-    if value < MIN_REPETITION_PENALTY:
-        raise RequestError(
-            f"repetition_penalty={value}: must be in [{MIN_REPETITION_PENALTY}, 2]; 1 is off",
-            param="repetition_penalty",
-        )
-    return value
-
-
-def _stop_texts(body: dict, policy: Policy) -> tuple[str, ...]:
+def _stop_texts(body: dict, policy: ServedModel) -> tuple[str, ...]:
     stop: str | Sequence = get_typed(body, "stop", (str, list), [])
     texts = [stop] if isinstance(stop, str) else list(stop)
     if len(texts) > MAX_STOPS or not all(isinstance(text, str) and len(text) <= MAX_STOP_CHARACTERS for text in texts):

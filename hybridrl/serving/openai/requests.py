@@ -7,14 +7,15 @@ because tokenizing takes time: texts that cannot fit are rejected before.
 
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.serving.openai.chat import read_messages, read_tools, wants_calls
 from hybridrl.serving.openai.parameters import (
-    Policy,
     RequestError,
+    ServedModel,
     get_typed,
     require_text,
     require_token_ids,
@@ -22,7 +23,7 @@ from hybridrl.serving.openai.parameters import (
     shorten,
 )
 from hybridrl.serving.openai.tool_calls import ToolFormat, detect_format
-from hybridrl.serving.sessions.session import Plan, Session, SessionEnded, SessionFull, context_length
+from hybridrl.serving.sessions.session import PromptPlan, Session, SessionEnded, SessionFull, context_length
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -37,17 +38,20 @@ class CompletionRequest:
 
     Attributes:
         name: Id of the answer.
-        kind: "completions" or "chat".
+        policy: The model.
+        is_chat: Whether it has messages and not prompts.
         requests: One per response, n for each prompt, in the order of the prompts.
         tool_format: Of the calls in the answers; None: answers are text.
         has_one_call: Only the first call of an answer is returned (`parallel_tool_calls=false`).
         session, plan: Of a chat. The session is one of this request alone if it belongs to none.
         given: The body, as the client sent it.
         messages: Of a chat, in OpenAI's format.
+        created: Seconds since 1970.
     """
 
     name: str
-    kind: str
+    policy: ServedModel
+    is_chat: bool
     requests: list[Request]
     n: int
     stream: bool
@@ -58,23 +62,20 @@ class CompletionRequest:
     tool_format: ToolFormat | None = None
     has_one_call: bool = False
     session: Session | None = None
-    plan: Plan | None = None
+    plan: PromptPlan | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     messages: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def is_chat(self) -> bool:
-        return self.kind == "chat"
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 def parse_request(
-    body: dict[str, Any], *, kind: str, policy: Policy, name: str, session: Session | None = None
+    body: dict[str, Any], *, is_chat: bool, policy: ServedModel, name: str, session: Session | None = None
 ) -> CompletionRequest:
     """Return the parsed request.
 
     Args:
         body: Of a request, with known parameters.
-        kind: "completions" or "chat".
+        is_chat: Whether it has messages and not prompts.
         policy: The served model.
         name: Unique id of this request.
         session: That a chat belongs to.
@@ -84,7 +85,7 @@ def parse_request(
     """
     check_model(body, policy)
     sampling, n = sampling_of(body, policy), get_typed(body, "n", int, 1)
-    given = [None] if kind == "chat" else _given_prompts(body)
+    given = [None] if is_chat else _given_prompts(body)
     if not 1 <= n * len(given) <= MAX_SAMPLES:
         raise RequestError(
             f"n={shorten(n)} for {len(given)} prompts: one request may have 1 to {MAX_SAMPLES} responses", param="n"
@@ -96,20 +97,21 @@ def parse_request(
     options = get_typed(body, "stream_options", dict, {})
     completion = CompletionRequest(
         name=name,
-        kind=kind,
+        policy=policy,
+        is_chat=is_chat,
         requests=[],
         n=n,
         stream=get_typed(body, "stream", bool, False),
         include_usage=bool(options.get("include_usage", False)),
-        logprobs=_wants_logprobs(body, kind),
+        logprobs=_wants_logprobs(body, is_chat=is_chat),
         return_token_ids=get_typed(body, "return_token_ids", bool, False),
         stop=sampling.stop,
     )
-    if kind == "chat":
-        return _with_chat(completion, body, policy, session or Session(name), sampling, name=name, seed=seed)
+    if is_chat:
+        return _with_chat(completion, body, session or Session(name), sampling, seed)
     for i, prompt in enumerate(given):  # the first one that does not fit ends the request before the next is tokenized
         ids = _encode_prompt(prompt, policy)
-        own_sampling = replace(sampling, max_new_tokens=_max_new_tokens(body, ids, kind, policy))
+        own_sampling = replace(sampling, max_new_tokens=_max_new_tokens(body, ids, policy, is_chat=False))
         completion.requests.extend(
             Request(f"{name}.{i}.{one}", tuple(ids), own_sampling, seed, sample=one) for one in range(n)
         )
@@ -117,16 +119,10 @@ def parse_request(
 
 
 def _with_chat(
-    completion: CompletionRequest,
-    body: dict,
-    policy: Policy,
-    session: Session,
-    sampling: SamplingParams,
-    *,
-    name: str,
-    seed: int,
+    completion: CompletionRequest, body: dict, session: Session, sampling: SamplingParams, seed: int
 ) -> CompletionRequest:
     """Return the completion with the requests of a chat. In an episode, the training batch says how to sample."""
+    policy, num_before = completion.policy, 0
     plan = plan_chat(body, policy, session, n=completion.n)
     if (episode := session.episode) is not None and plan.tokens_left is not None:
         requested = get_typed(body, "max_tokens", int, plan.tokens_left)
@@ -138,13 +134,13 @@ def _with_chat(
         sampling, seed = replace(episode.sampling, max_new_tokens=longest, stop=stop), session.seed(plan)
         num_before = episode.max_response_length - plan.tokens_left
     else:
-        num_before = 0
-        sampling = replace(sampling, max_new_tokens=_max_new_tokens(body, plan.prompt_ids, "chat", policy))
+        sampling = replace(sampling, max_new_tokens=_max_new_tokens(body, plan.prompt_ids, policy, is_chat=True))
+    names = [f"{completion.name}.0.{sample}" for sample in range(completion.n)]
     return replace(
         completion,
         requests=[
-            Request(f"{name}.0.{one}", plan.prompt_ids, sampling, seed, sample=one, num_before=num_before)
-            for one in range(completion.n)
+            Request(name, plan.prompt_ids, sampling, seed, sample=sample, num_before=num_before)
+            for sample, name in enumerate(names)
         ],
         stop=sampling.stop,
         tool_format=detect_format(policy.tokenizer) if wants_calls(body) else None,
@@ -155,7 +151,7 @@ def _with_chat(
     )
 
 
-def check_model(body: dict[str, Any], policy: Policy) -> None:
+def check_model(body: dict[str, Any], policy: ServedModel) -> None:
     """Raise RequestError for a request to another model."""
     model = get_typed(body, "model", str, None)
     if model != policy.name:
@@ -180,9 +176,9 @@ def read_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _wants_logprobs(body: dict, kind: str) -> bool:
+def _wants_logprobs(body: dict, *, is_chat: bool) -> bool:
     value = body.get("logprobs")
-    if kind == "chat":
+    if is_chat:
         return get_typed(body, "logprobs", bool, False)
     if value is None or value is False:
         return False
@@ -202,7 +198,7 @@ def _given_prompts(body: dict) -> list[Any]:
     return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
 
 
-def _encode_prompt(prompt: Any, policy: Policy) -> list[int]:
+def _encode_prompt(prompt: Any, policy: ServedModel) -> list[int]:
     if isinstance(prompt, str):
         return _require_tokens(policy.tokenizer.encode(_require_length(prompt, policy, "prompt")), "prompt")
     if not isinstance(prompt, list):
@@ -212,14 +208,14 @@ def _encode_prompt(prompt: Any, policy: Policy) -> list[int]:
     return _require_tokens(require_token_ids(prompt, policy, param="prompt"), "prompt")
 
 
-def _require_length(text: str, policy: Policy, param: str) -> str:
+def _require_length(text: str, policy: ServedModel, param: str) -> str:
     """Return the text. Raises RequestError if it cannot have few enough tokens, or is none."""
     if len(text) > MAX_CHARACTERS_PER_TOKEN * policy.max_length:
         raise _too_long(f"{len(text)} characters", policy, param)
     return require_text(text, param)
 
 
-def _too_long(size: str, policy: Policy, param: str) -> RequestError:
+def _too_long(size: str, policy: ServedModel, param: str) -> RequestError:
     return RequestError(
         f"{context_length(policy.max_length)}; {param} has {size}",
         param=param,
@@ -233,7 +229,7 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
     return ids
 
 
-def plan_chat(body: dict, policy: Policy, session: Session, *, n: int = 1) -> Plan:
+def plan_chat(body: dict, policy: ServedModel, session: Session, *, n: int = 1) -> PromptPlan:
     """Return the prompt of a chat. Raises RequestError if the template rejects it, or it is too long."""
     messages = read_messages(body, policy)
     tools = read_tools(body, policy)
@@ -263,11 +259,11 @@ def plan_chat(body: dict, policy: Policy, session: Session, *, n: int = 1) -> Pl
     return plan
 
 
-def _max_new_tokens(body: dict, ids: Sequence[int], kind: str, policy: Policy) -> int:
+def _max_new_tokens(body: dict, ids: Sequence[int], policy: ServedModel, *, is_chat: bool) -> int:
     """Return how many tokens may follow these."""
     tokens_left = min(policy.max_response_length, policy.max_length - len(ids))
     param = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    requested = get_typed(body, param, int, max(1, tokens_left) if kind == "chat" else DEFAULT_COMPLETION_TOKENS)
+    requested = get_typed(body, param, int, max(1, tokens_left) if is_chat else DEFAULT_COMPLETION_TOKENS)
     if requested < 1:
         raise RequestError(f"{param}={shorten(requested)}: must be 1 or more", param=param)
     if body.get(param) is None:
@@ -276,7 +272,7 @@ def _max_new_tokens(body: dict, ids: Sequence[int], kind: str, policy: Policy) -
         raise RequestError(
             f"{context_length(policy.max_length)}, at most {policy.max_response_length} of them new; the request has "
             f"{len(ids)} and asks for {shorten(requested)} more",
-            param=param if tokens_left > 0 else ("messages" if kind == "chat" else "prompt"),
+            param=param if tokens_left > 0 else ("messages" if is_chat else "prompt"),
             code="context_length_exceeded",
         )
     if (least := get_typed(body, "min_tokens", int, 0)) > requested:

@@ -10,10 +10,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,16 +21,15 @@ from aiohttp import web
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.serving.continuation import PolicyClient, generate_in_chunks
 from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access
-from hybridrl.serving.openai.apis.base import About, Api, Event, in_its_words, new_id, parse, read_body
-from hybridrl.serving.openai.apis.completions import CompletionsApi
+from hybridrl.serving.openai.agent_routes import episode_routes, session_of, session_routes
+from hybridrl.serving.openai.apis.base import Api, Event
+from hybridrl.serving.openai.apis.completions import ChatApi, CompletionsApi
 from hybridrl.serving.openai.apis.messages import COUNTED_NAMES, MessagesApi
 from hybridrl.serving.openai.apis.responses import ResponsesApi
+from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.connections import MAX_BODY_BYTES, Connections
-from hybridrl.serving.openai.episode_routes import episode_routes
-from hybridrl.serving.openai.parameters import RequestError
+from hybridrl.serving.openai.parameters import RequestError, ServedModel
 from hybridrl.serving.openai.requests import CompletionRequest, check_model, plan_chat
-from hybridrl.serving.openai.responses import Choice
-from hybridrl.serving.openai.session_routes import session_of, session_routes
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.sessions.episodes import EpisodeQueue
 from hybridrl.serving.sessions.session import Session
@@ -50,30 +48,8 @@ NUM_PARSERS = 2  # threads that tokenize
 SHUTDOWN_TIMEOUT_S = 2.0  # for open connections to end when the endpoint stops
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-COMPLETIONS = CompletionsApi("completions", {})
-CHAT = CompletionsApi("chat", {})
+COMPLETIONS, CHAT = CompletionsApi(), ChatApi()
 MESSAGES, COUNTED_MESSAGES = MessagesApi(), MessagesApi(COUNTED_NAMES)
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """The model as clients see it.
-
-    Attributes:
-        name: As clients call it.
-        tokenizer: Its own.
-        max_length: Tokens of prompt and response together.
-        max_response_length: Tokens of a response.
-        vocab_size: Of the model's output.
-        template_options: For the chat template (`data.apply_chat_template_kwargs`).
-    """
-
-    name: str
-    tokenizer: Any
-    max_length: int
-    max_response_length: int
-    vocab_size: int
-    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Endpoint:
@@ -194,12 +170,11 @@ class Endpoint:
         }
 
     async def _respond(self, api: Api, request: web.Request) -> web.StreamResponse:
-        session = session_of(request, self.sessions) if api.kind == "chat" else None
+        session = session_of(request, self.sessions) if api.is_chat else None
         is_episode = session is not None and session.episode is not None  # of the training batch, which has no limit
         if is_episode:
             self._connections.exempt(request)
-        raw, name = await self._read(request), new_id(api)
-        work = partial(parse, api, raw, policy=self.served, name=name, session=session)
+        work = partial(api.parse, await self._read(request), policy=self.served, session=session)
         completion: CompletionRequest = await self._in_parser(work)
         if is_episode:
             return await self._answer(request, api, completion)
@@ -219,26 +194,25 @@ class Endpoint:
 
     async def _answer(self, request: web.Request, api: Api, completion: CompletionRequest) -> web.StreamResponse:
         """Generate, and send the answer."""
-        choices = [Choice(i, one, completion, self.served.tokenizer) for i, one in enumerate(completion.requests)]
-        about = About(completion.name, self.served.name, int(time.time()))
+        choices = [Choice(index, completion) for index in range(len(completion.requests))]
         with _work_in(completion.session):
             if completion.stream:
-                return await self._stream(request, api, completion, choices, about)
+                return await self._stream(request, api, choices)
             async with aclosing(self._chunks(choices, chunk_tokens=None)) as chunks:
-                async for choice, chunk, is_last in chunks:
-                    _add(api, choice, chunk, is_last=is_last)
-        return web.json_response(api.answer(completion, choices, about))
+                async for choice, chunk in chunks:
+                    _add(api, choice, chunk)
+        return web.json_response(api.answer(choices))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Return how many tokens the policy would read, as part of a session those that it would read there."""
         session, raw = session_of(request, self.sessions), await self._read(request)
 
         def count() -> int:
-            body = read_body(COUNTED_MESSAGES, raw, session)
+            body = COUNTED_MESSAGES.read_body(raw, session)
             check_model(body, self.served)
             copy = Session("count", turns=[] if session is None else list(session.turns))
             chat = COUNTED_MESSAGES.to_chat(body)
-            with in_its_words(COUNTED_MESSAGES):
+            with COUNTED_MESSAGES.in_its_words():
                 return len(plan_chat(chat, self.served, copy).prompt_ids)
 
         return web.json_response({"input_tokens": await self._in_parser(count)})
@@ -262,31 +236,26 @@ class Endpoint:
                 retry_after_s=RETRY_AFTER_S,
             ) from None
 
-    async def _stream(
-        self, request: web.Request, api: Api, completion: CompletionRequest, choices: list[Choice], about: About
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, api: Api, choices: list[Choice]) -> web.StreamResponse:
         """Send server-sent events as chunks arrive, until the client is gone or reads nothing."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await response.prepare(request)
-            await self._send_events(response, api, completion, choices, about)
+            await self._send_events(response, api, choices)
         except ConnectionError as error:
             logger.info("a stream ends early: %s", error)
             if request.transport is not None:
                 request.transport.abort()
         return response
 
-    async def _send_events(
-        self, response: web.StreamResponse, api: Api, completion: CompletionRequest, choices: list[Choice], about: About
-    ) -> None:
+    async def _send_events(self, response: web.StreamResponse, api: Api, choices: list[Choice]) -> None:
         """Send all events of a stream. An error after the first event is an event, too."""
-        writer = api.writer(completion, choices, about)
+        writer = api.writer(choices)
         await _send(response, writer.begin())
         try:
             async with aclosing(self._chunks(choices, chunk_tokens=STREAM_CHUNK_TOKENS)) as chunks:
-                async for choice, chunk, is_last in chunks:
-                    content = _add(api, choice, chunk, is_last=is_last)
-                    await _send(response, writer.add(choice, content))
+                async for choice, chunk in chunks:
+                    await _send(response, writer.add(choice, _add(api, choice, chunk)))
             await _send(response, writer.end())
         except ConnectionError:
             raise
@@ -295,20 +264,22 @@ class Endpoint:
 
     async def _chunks(
         self, choices: list[Choice], *, chunk_tokens: int | None
-    ) -> AsyncGenerator[tuple[Choice, TokenOutput, bool], None]:
-        """Yield (choice, chunk, is_last) of all choices as they arrive.
+    ) -> AsyncGenerator[tuple[Choice, TokenOutput], None]:
+        """Yield the chunks of all choices as they arrive.
 
         The first error ends the other choices and is raised.
+
+        Consumes: What the tasks of the choices put into a queue, one task for each.
+        Waits for: The next chunk of any choice.
+        Unblocked by: The policy's answer to a choice, or its error; a client that is gone, which cancels the handler.
         """
-        arrived: asyncio.Queue[tuple[Choice, TokenOutput, bool] | BaseException] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[Choice, TokenOutput] | BaseException] = asyncio.Queue()
 
         async def one(choice: Choice) -> None:
             try:
-                left = choice.request.sampling.max_new_tokens
                 client = self._client_of(choice.completion.session)
                 async for chunk in generate_in_chunks(client, choice.request, chunk_tokens=chunk_tokens):
-                    left -= len(chunk.token_ids)
-                    await arrived.put((choice, chunk, chunk.finish_reason in ("stop", "abort") or left == 0))
+                    await arrived.put((choice, chunk))
             except BaseException as error:
                 await arrived.put(error)
 
@@ -319,7 +290,7 @@ class Endpoint:
                 item = await arrived.get()
                 if isinstance(item, BaseException):
                     raise item
-                num_left -= item[2]
+                num_left -= item[1].finish_reason != "pause"
                 yield item
         finally:
             for task in tasks:
@@ -343,28 +314,12 @@ def _work_in(session: Session | None) -> Iterator[None]:
         session.num_open -= 1
 
 
-def _add(api: Api, choice: Choice, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
-    """Append a chunk to a choice; record an answer that is complete. Return what a stream shows of it."""
-    content = choice.add(chunk, is_last=is_last)
-    if is_last:
-        record_answer(choice)
-        api.answered(choice.completion, choice)
+def _add(api: Api, choice: Choice, chunk: TokenOutput) -> dict[str, Any]:
+    """Append a chunk to a choice. Return what a stream shows of it."""
+    content = choice.add(chunk)
+    if choice.finish_reason is not None:
+        api.answered(choice)
     return content
-
-
-def record_answer(choice: Choice) -> None:
-    """Keep the tokens of a complete answer in its session."""
-    completion = choice.completion
-    if completion.session is not None and completion.plan is not None:
-        completion.session.record(
-            completion.plan,
-            token_ids=choice.token_ids,
-            log_probs=choice.log_probs,
-            versions=choice.versions,
-            reply=choice.message,
-            stop_text=choice.stop_text,
-            answer_id=completion.name,
-        )
 
 
 async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from hybridrl import single_controller
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
-from hybridrl.serving.openai.server import Endpoint, ServedModel
+from hybridrl.serving.openai.parameters import ServedModel
+from hybridrl.serving.openai.server import Endpoint
 from hybridrl.serving.replicas import GroupReplicas, Replicas
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, RayClassWithInitArgs

@@ -62,7 +62,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PromptPlan:
     """The prompt of a request. tokens_left: for the answer; None: the session sets no limit."""
 
     parent: int | None
@@ -143,7 +143,7 @@ class Session:
         n: int = 1,
         check_text: Callable[[str], str] = str,
         options: Mapping[str, Any] = prompts.NO_OPTIONS,
-    ) -> Plan:
+    ) -> PromptPlan:
         """Return the prompt of a request with these messages.
 
         Args:
@@ -181,10 +181,10 @@ class Session:
             digest = hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest()
             occurrence = self._occurrences[digest]
             self._occurrences[digest] += n
-        plan = Plan(parent, tuple(keys[num_matched:]), tuple(given), prompt, kind, None, occurrence)
+        plan = PromptPlan(parent, tuple(keys[num_matched:]), tuple(given), prompt, kind, None, occurrence)
         return plan if self.episode is None else self._limited(turns, plan, self.episode)
 
-    def _limited(self, turns: list[Turn], plan: Plan, episode: EpisodeLimits) -> Plan:
+    def _limited(self, turns: list[Turn], plan: PromptPlan, episode: EpisodeLimits) -> PromptPlan:
         first = path(turns, plan.parent)[:1]
         first_prompt = len(turns[first[0]].given_ids) if first else len(plan.given_ids)
         left = episode.tokens_left(first_prompt, len(plan.prompt_ids))
@@ -198,7 +198,7 @@ class Session:
             )
         return replace(plan, tokens_left=left)
 
-    def seed(self, plan: Plan) -> int:
+    def seed(self, plan: PromptPlan) -> int:
         """Return the seed of an episode's request, which depends on its row and its prompt alone."""
         assert self.episode is not None
         numbers = self.episode.seed, self.episode.sample, plan.occurrence, plan.prompt_ids
@@ -206,7 +206,7 @@ class Session:
 
     def record(
         self,
-        plan: Plan,
+        plan: PromptPlan,
         *,
         token_ids: Sequence[int],
         log_probs: Sequence[float],

@@ -8,12 +8,11 @@ The engine remembers every prompt and what it drew for it.
 import json
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
+from hybridrl.serving.openai.choice import Choice
+from hybridrl.serving.openai.parameters import ServedModel
 from hybridrl.serving.openai.requests import parse_request
-from hybridrl.serving.openai.responses import Choice
-from hybridrl.serving.openai.server import record_answer
 from hybridrl.serving.sessions.matching import BranchKind
 from hybridrl.serving.sessions.session import Session
 from hybridrl.workers.rollout.requests import TokenOutput
@@ -77,24 +76,15 @@ class RandomClient:
     def ask(self, messages: list[dict], kind: BranchKind, *, n: int = 1) -> list[dict]:
         """Send a request, and return the answers as messages."""
         tokenizer = self.engine.tokenizer
-        policy = SimpleNamespace(
-            name="m",
-            tokenizer=tokenizer,
-            max_length=4096,
-            max_response_length=64,
-            vocab_size=len(tokenizer),
-            template_options={},
-        )
+        policy = ServedModel("m", tokenizer, max_length=4096, max_response_length=64, vocab_size=len(tokenizer))
         body = {"model": "m", "messages": [self._rebuilt(message) for message in messages], "n": n}
         body |= {"tools": TOOLS} if self.has_tools else {}
         body = json.loads(json.dumps(body))
-        parsed = parse_request(body, kind="chat", policy=policy, name="q", session=self.session)
+        parsed = parse_request(body, is_chat=True, policy=policy, name="q", session=self.session)
         answers = []
         for index, request in enumerate(parsed.requests):
-            choice = Choice(index, request, parsed, tokenizer)
-            output = self.engine.draw(request.prompt_ids, 40)
-            choice.add(output, is_last=True)
-            record_answer(choice)
+            choice = Choice(index, parsed)
+            choice.add(self.engine.draw(request.prompt_ids, 40))
             answers.append(json.loads(json.dumps(choice.body()["message"])))
             self.expected.append(kind)
         return answers

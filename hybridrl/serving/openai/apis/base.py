@@ -1,15 +1,16 @@
-"""What `server` needs of an API: `Api`, and the writer of its streams."""
+"""Base classes of an API that the endpoint serves: the API, and the writer of its streams."""
 
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from hybridrl.serving.openai.parameters import ParameterNames, Policy, RequestError, check_names, without_demands
+from hybridrl.serving.openai.choice import Choice
+from hybridrl.serving.openai.parameters import ParameterNames, RequestError, ServedModel, check_names, without_demands
 from hybridrl.serving.openai.requests import CompletionRequest, parse_request, read_json
-from hybridrl.serving.openai.responses import Choice
 from hybridrl.serving.sessions.session import Session
 
 
@@ -20,114 +21,90 @@ class Event(NamedTuple):
     name: str | None = None
 
 
-@dataclass(frozen=True)
-class About:
-    """What an answer says of itself. created: seconds since 1970."""
-
-    name: str
-    model: str
-    created: int
-
-
-class StreamWriter(Protocol):
+class StreamWriter(ABC):
     """Turns the chunks of one answer into events. Each method returns events in their order."""
 
+    @abstractmethod
     def begin(self) -> Iterator[Event]:
         """Return what comes before the first chunk."""
-        ...
 
+    @abstractmethod
     def add(self, choice: Choice, content: Mapping[str, Any]) -> Iterator[Event]:
         """Return what a chunk adds. content: what `Choice.add` returned."""
-        ...
 
+    @abstractmethod
     def end(self) -> Iterator[Event]:
         """Return what comes after the last chunk."""
-        ...
 
+    @abstractmethod
     def fail(self, error: RequestError) -> Iterator[Event]:
         """Return what comes after an error, as the end of the stream."""
-        ...
 
 
-class Api(Protocol):
+class Api(ABC):
     """One API.
 
     Attributes:
-        kind: How its requests are served: "completions" or "chat".
         names: Its parameters.
+        id_prefix: Of the ids of its answers.
+        is_chat: Whether its requests have messages and not prompts.
         renamed: Parameter of a chat request -> its name in this API, for errors.
     """
 
-    @property
-    def kind(self) -> str: ...
+    names: ParameterNames
+    id_prefix: str
+    is_chat = True
+    renamed: Mapping[str, str] = {}
 
-    @property
-    def id_prefix(self) -> str: ...
-
-    @property
-    def names(self) -> ParameterNames: ...
-
-    @property
-    def renamed(self) -> Mapping[str, str]: ...
-
+    @abstractmethod
     def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of a chat request. Called in any thread.
 
         Raises:
             RequestError: A part of the request has no meaning there.
         """
-        ...
 
-    def answer(self, completion: CompletionRequest, choices: list[Choice], about: About) -> dict[str, Any]:
-        """Return the whole answer."""
-        ...
+    @abstractmethod
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
+        """Return the whole answer to a request."""
 
-    def writer(self, completion: CompletionRequest, choices: list[Choice], about: About) -> StreamWriter:
+    @abstractmethod
+    def writer(self, choices: list[Choice]) -> StreamWriter:
         """Return the writer of a streamed answer."""
-        ...
 
-    def answered(self, completion: CompletionRequest, choice: Choice) -> None:
-        """Take notice of a complete answer."""
-        ...
-
+    @abstractmethod
     def error_body(self, error: RequestError) -> dict[str, Any]:
         """Return an error as the body of an answer."""
-        ...
 
+    def answered(self, choice: Choice) -> None:  # noqa: B027 - most APIs keep nothing
+        """Take notice of a complete answer."""
 
-def new_id(api: Api) -> str:
-    """Return an id for an answer."""
-    return f"{api.id_prefix}{uuid.uuid4().hex}"
+    def parse(self, raw: bytes, *, policy: ServedModel, session: Session | None) -> CompletionRequest:
+        """Return a parsed request. Raises RequestError, in the words of this API, if it cannot be served."""
+        body = self.read_body(raw, session)
+        chat, name = self.to_chat(body), f"{self.id_prefix}{uuid.uuid4().hex}"
+        with self.in_its_words():
+            completion = parse_request(chat, is_chat=self.is_chat, policy=policy, name=name, session=session)
+        return replace(completion, given=body)
 
+    def read_body(self, raw: bytes, session: Session | None) -> dict[str, Any]:
+        """Return the body of a request. Raises RequestError for parameters that this API does not have or support."""
+        body = read_json(raw)
+        if session is not None and session.episode is not None:
+            body = without_demands(body, self.names)
+        check_names(body, self.names)
+        return body
 
-def parse(api: Api, raw: bytes, *, policy: Policy, name: str, session: Session | None) -> CompletionRequest:
-    """Return the parsed request of an API. Raises RequestError, in the words of this API, if it cannot be served."""
-    body = read_body(api, raw, session)
-    chat = api.to_chat(body)
-    with in_its_words(api):
-        completion = parse_request(chat, kind=api.kind, policy=policy, name=name, session=session)
-    return replace(completion, given=body)
-
-
-def read_body(api: Api, raw: bytes, session: Session | None) -> dict[str, Any]:
-    """Return the body of a request. Raises RequestError for parameters that this API does not have or support."""
-    body = read_json(raw)
-    if session is not None and session.episode is not None:
-        body = without_demands(body, api.names)
-    check_names(body, api.names)
-    return body
-
-
-@contextmanager
-def in_its_words(api: Api) -> Iterator[None]:
-    """Let errors name parameters of a chat request as this API does."""
-    try:
-        yield
-    except RequestError as error:
-        error.param = api.renamed.get(error.param or "", error.param)
-        for chat_name, name in api.renamed.items():
-            error.message = re.sub(rf"\b{chat_name}\b", name, error.message)
-        raise
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Let errors name parameters of a chat request as this API does."""
+        try:
+            yield
+        except RequestError as error:
+            error.param = self.renamed.get(error.param or "", error.param)
+            for chat_name, name in self.renamed.items():
+                error.message = re.sub(rf"\b{chat_name}\b", name, error.message)
+            raise
 
 
 def joined_text(parts: Any, kinds: tuple[str, ...], *, param: str) -> str:

@@ -1,72 +1,99 @@
-"""`/v1/completions` and `/v1/chat/completions`: the formats that all other APIs are translated from and to."""
+"""`/v1/completions` and `/v1/chat/completions`: the formats that all other APIs are translated from and to.
+
+Extensions use names that OpenAI does not. Every answer has `weights_version`, the version of the oldest weights that
+sampled one of its tokens.
+"""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridrl.serving.openai.apis.base import About, Event
-from hybridrl.serving.openai.parameters import CHAT, COMPLETIONS, ParameterNames, RequestError
-from hybridrl.serving.openai.requests import CompletionRequest
-from hybridrl.serving.openai.responses import Choice, completion_body, error_body, final_chunk, stream_chunk
+from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, oldest_version
+from hybridrl.serving.openai.choice import Choice
+from hybridrl.serving.openai.parameters import CHAT, COMPLETIONS, RequestError
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 
 
-@dataclass(frozen=True)
-class CompletionsApi:
-    """OpenAI's API of completions. kind: "completions" or "chat"."""
+class CompletionsApi(Api):
+    """OpenAI's API of completions."""
 
-    kind: str
-    renamed: Mapping[str, str]
-
-    @property
-    def id_prefix(self) -> str:
-        return "chatcmpl-" if self.kind == "chat" else "cmpl-"
-
-    @property
-    def names(self) -> ParameterNames:
-        return CHAT if self.kind == "chat" else COMPLETIONS
+    names, id_prefix, is_chat = COMPLETIONS, "cmpl-", False
 
     def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body as it is."""
         return body
 
-    def answer(self, completion: CompletionRequest, choices: list[Choice], about: About) -> dict[str, Any]:
-        return completion_body(completion, choices, **asdict(about))
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return _head(choices, kind) | {"choices": [choice.body() for choice in choices], "usage": _usage(choices)}
 
-    def writer(self, completion: CompletionRequest, choices: list[Choice], about: About) -> "CompletionsWriter":
-        return CompletionsWriter(completion, choices, about)
-
-    def answered(self, completion: CompletionRequest, choice: Choice) -> None:
-        """Keep nothing."""
+    def writer(self, choices: list[Choice]) -> StreamWriter:
+        return CompletionsWriter(choices)
 
     def error_body(self, error: RequestError) -> dict[str, Any]:
         return error_body(error)
 
 
-@dataclass
-class CompletionsWriter:
+class ChatApi(CompletionsApi):
+    """OpenAI's API of chats."""
+
+    names, id_prefix, is_chat = CHAT, "chatcmpl-", True
+
+
+class CompletionsWriter(StreamWriter):
     """Chunks without names, and `[DONE]` at the end."""
 
-    completion: CompletionRequest
-    choices: list[Choice]
-    about: About
+    def __init__(self, choices: list[Choice]):
+        self.choices, self.completion = choices, choices[0].completion
+        self.kind = "chat.completion.chunk" if self.completion.is_chat else "text_completion"
 
     def begin(self) -> Iterator[Event]:
         for choice in self.choices if self.completion.is_chat else ():
             delta = {"role": "assistant", "content": ""}
             first = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self._chunk(choice, first)
+            yield from self.add(choice, first)
 
     def add(self, choice: Choice, content: Mapping[str, Any]) -> Iterator[Event]:
-        yield self._chunk(choice, dict(content))
+        yield Event(_head([choice], self.kind) | {"choices": [dict(content)]})
 
     def end(self) -> Iterator[Event]:
         if self.completion.include_usage:
-            yield Event(final_chunk(self.completion, self.choices, **asdict(self.about)))
+            yield Event(_head(self.choices, self.kind) | {"choices": [], "usage": _usage(self.choices)})
         yield Event("[DONE]")
 
     def fail(self, error: RequestError) -> Iterator[Event]:
         yield Event(error_body(error))
         yield Event("[DONE]")
 
-    def _chunk(self, choice: Choice, content: dict[str, Any]) -> Event:
-        return Event(stream_chunk(self.completion, choice, content, **asdict(self.about)))
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """Return an error in OpenAI's format."""
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def _head(choices: list[Choice], kind: str) -> dict[str, Any]:
+    """Return what an answer or a chunk says of itself. choices: those whose weights it names."""
+    completion, version = choices[0].completion, oldest_version(choices)
+    return {
+        "id": completion.name,
+        "object": kind,
+        "created": completion.created,
+        "model": completion.policy.name,
+        "system_fingerprint": None if version is None else f"weights-{version}",
+        "weights_version": version,
+    }
+
+
+def _usage(choices: list[Choice]) -> dict[str, int]:
+    """Return the token counts. A prompt with n answers counts once."""
+    completion = choices[0].completion
+    prompt = sum(len(request.prompt_ids) for request in completion.requests[:: completion.n])
+    generated = sum(len(choice.token_ids) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}

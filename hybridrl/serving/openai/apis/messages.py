@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.serving.openai.apis.base import About, Event, joined_text, oldest_version
+from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, joined_text, oldest_version
+from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import (
     OWN_SAMPLING,
     ParameterNames,
@@ -18,8 +19,6 @@ from hybridrl.serving.openai.parameters import (
     no_format,
     shorten,
 )
-from hybridrl.serving.openai.requests import CompletionRequest
-from hybridrl.serving.openai.responses import Choice
 from hybridrl.serving.sessions.messages import parsed_arguments
 
 
@@ -59,14 +58,13 @@ ERROR_TYPES = {
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-@dataclass(frozen=True)
-class MessagesApi:
+class MessagesApi(Api):
     """The API. names: its parameters; those of counting tokens are fewer."""
 
-    names: ParameterNames = NAMES
-    kind = "chat"
-    id_prefix = "msg_"
-    renamed = {"stop": "stop_sequences"}
+    id_prefix, renamed = "msg_", {"stop": "stop_sequences"}
+
+    def __init__(self, names: ParameterNames = NAMES):
+        self.names = names
 
     def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
         if "max_tokens" in self.names.supported and body.get("max_tokens") is None:
@@ -80,28 +78,25 @@ class MessagesApi:
         chat |= {"stop": body["stop_sequences"]} if body.get("stop_sequences") else {}
         return chat | _tools_of(body)
 
-    def answer(self, completion: CompletionRequest, choices: list[Choice], about: About) -> dict[str, Any]:
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
         [choice] = choices
-        return message_body(choice, about, content=blocks_of(choice))
+        return message_body(choice, content=blocks_of(choice))
 
-    def writer(self, completion: CompletionRequest, choices: list[Choice], about: About) -> "MessagesWriter":
-        return MessagesWriter(choices[0], about)
-
-    def answered(self, completion: CompletionRequest, choice: Choice) -> None:
-        """Keep nothing."""
+    def writer(self, choices: list[Choice]) -> StreamWriter:
+        return MessagesWriter(choices[0])
 
     def error_body(self, error: RequestError) -> dict[str, Any]:
         kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def message_body(choice: Choice, about: About, *, content: list[dict[str, Any]]) -> dict[str, Any]:
+def message_body(choice: Choice, *, content: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the answer with this content."""
     return {
-        "id": about.name,
+        "id": choice.completion.name,
         "type": "message",
         "role": "assistant",
-        "model": about.model,
+        "model": choice.completion.policy.name,
         "content": content,
         **stop_of(choice),
         "usage": {
@@ -128,15 +123,14 @@ def blocks_of(choice: Choice) -> list[dict[str, Any]]:
 
 
 @dataclass
-class MessagesWriter:
+class MessagesWriter(StreamWriter):
     """Events of a streamed answer: a block for its text, and one for each call."""
 
     choice: Choice
-    about: About
     has_text: bool = False
 
     def begin(self) -> Iterator[Event]:
-        yield _event("message_start", message=message_body(self.choice, self.about, content=[]))
+        yield _event("message_start", message=message_body(self.choice, content=[]))
 
     def add(self, choice: Choice, content: Mapping[str, Any]) -> Iterator[Event]:
         added = content["delta"]["content"]

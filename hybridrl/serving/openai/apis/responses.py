@@ -1,17 +1,19 @@
 """`/v1/responses`: OpenAI's Responses API, for text and functions.
 
-An answer that is stored can be continued by its id (`previous_response_id`). The store has the messages of the newest
-answers, and is of this process alone.
+An item is a message, a function call, or the output of a function. Items of one turn of the policy become one chat
+message: its text, and its calls. An answer that is stored can be continued by its id (`previous_response_id`). The
+store has the messages of the newest answers, and is of this process alone.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.serving.openai.apis.base import About, oldest_version
-from hybridrl.serving.openai.apis.responses_items import chat_tools, messages_of, output_items
-from hybridrl.serving.openai.apis.responses_stream import ResponsesWriter
+from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, joined_text, oldest_version
+from hybridrl.serving.openai.apis.completions import error_body
+from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import (
     OWN_SAMPLING,
     ParameterNames,
@@ -21,8 +23,6 @@ from hybridrl.serving.openai.parameters import (
     no_format,
     shorten,
 )
-from hybridrl.serving.openai.requests import CompletionRequest
-from hybridrl.serving.openai.responses import Choice, error_body
 
 MAX_STORED = 1024  # answers
 MAX_STORED_CHARACTERS = 64_000_000  # of all stored answers, each with its whole conversation
@@ -48,13 +48,15 @@ NAMES = ParameterNames(
     },
     demands={"tool_choice": automatic_choice, "text": no_format},
 )
+TEXT_PARTS = ("input_text", "output_text", "text")
 Messages = Sequence[Mapping[str, Any]]
+Item = dict[str, Any]
 
 
-class ResponsesApi:
+class ResponsesApi(Api):
     """The API with its stored answers."""
 
-    kind, id_prefix, names = "chat", "resp_", NAMES
+    id_prefix, names = "resp_", NAMES
     renamed = {"max_tokens": "max_output_tokens", "messages": "input"}
 
     def __init__(self) -> None:
@@ -88,9 +90,9 @@ class ResponsesApi:
             self._stored.move_to_end(name)
             return self._stored[name][0]
 
-    def answered(self, completion: CompletionRequest, choice: Choice) -> None:
+    def answered(self, choice: Choice) -> None:
         """Store the conversation, unless the request has `store=false`."""
-        given = completion.given
+        completion, given = choice.completion, choice.completion.given
         if given.get("store") is False:
             return
         num_instructions = 0 if given.get("instructions") is None else 1
@@ -103,59 +105,51 @@ class ResponsesApi:
                 _, (_, dropped) = self._stored.popitem(last=False)
                 self._num_characters -= dropped
 
-    def answer(self, completion: CompletionRequest, choices: list[Choice], about: About) -> dict[str, Any]:
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
         [choice] = choices
-        return response_body(completion, choice, about, output=output_items(completion.name, choice))
+        return response_body(choice, output=output_items(choice))
 
-    def writer(self, completion: CompletionRequest, choices: list[Choice], about: About) -> ResponsesWriter:
-        [choice] = choices
-        return ResponsesWriter(completion, choice, lambda **state: response_body(completion, choice, about, **state))
+    def writer(self, choices: list[Choice]) -> StreamWriter:
+        return ResponsesWriter(choices[0])
 
     def error_body(self, error: RequestError) -> dict[str, Any]:
         return error_body(error)
 
 
 def response_body(
-    completion: CompletionRequest,
-    choice: Choice,
-    about: About,
-    *,
-    output: list[dict[str, Any]],
-    status: str | None = None,
-    error: dict[str, Any] | None = None,
+    choice: Choice, *, output: list[Item], status: str | None = None, error: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the whole answer, or what there is of it so far.
 
     Args:
-        completion: The request.
-        choice: Its response.
-        about: Names the answer.
+        choice: The response.
         output: Items.
         status: Of the answer; None: it is complete.
         error: Of an answer that failed.
     """
+    completion, sampling = choice.completion, choice.request.sampling
     given, is_cut = completion.given, choice.finish_reason == "length"
     return {
-        "id": about.name,
+        "id": completion.name,
         "object": "response",
-        "created_at": about.created,
+        "created_at": completion.created,
         "status": status or ("incomplete" if is_cut else "completed"),
         "error": error,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut and status is None else None,
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
         "metadata": given.get("metadata") or {},
-        "model": about.model,
+        "model": completion.policy.name,
         "output": output,
         "parallel_tool_calls": not completion.has_one_call,
         "previous_response_id": given.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
         "store": given.get("store") is not False,
-        "temperature": completion.requests[0].sampling.temperature if completion.requests[0].sampling.do_sample else 0,
+        "temperature": sampling.temperature if sampling.do_sample else 0,
         "text": {"format": {"type": "text"}},
         "tool_choice": given.get("tool_choice") or "auto",
         "tools": given.get("tools") or [],
-        "top_p": completion.requests[0].sampling.top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None if status else usage(choice),
         "user": given.get("user"),
@@ -173,3 +167,175 @@ def usage(choice: Choice) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": read + sampled,
     }
+
+
+@dataclass
+class ResponsesWriter(StreamWriter):
+    """The events of a streamed answer, numbered in their order.
+
+    created, in_progress, then for the text: output_item.added, content_part.added, output_text.delta ..., and their
+    ends; for each call: output_item.added, function_call_arguments.delta and .done, output_item.done; then completed,
+    incomplete, or failed.
+    """
+
+    choice: Choice
+    _number: int = 0
+    _text: str | None = None  # sent so far; None: the item of the text has not begun
+    _items: list[Item] = field(default_factory=list)  # complete ones
+
+    def __post_init__(self) -> None:
+        self._name = self.choice.completion.name
+
+    def begin(self) -> Iterator[Event]:
+        for state in ("created", "in_progress"):
+            yield self._event(state, response=response_body(self.choice, output=[], status="in_progress"))
+
+    def add(self, choice: Choice, content: Mapping[str, Any]) -> Iterator[Event]:
+        added = content["delta"]["content"]
+        if added:
+            yield from self._begin_text()
+            self._text = (self._text or "") + added
+            yield self._event("output_text.delta", **self._place, delta=added, logprobs=[])
+
+    def end(self) -> Iterator[Event]:
+        if not self.choice.tool_calls:
+            yield from self._begin_text()
+        yield from self._end_text()
+        for item in call_items(self._name, self.choice.tool_calls):
+            yield from self._call(item)
+        is_cut = self.choice.finish_reason == "length"
+        yield self._event(
+            "incomplete" if is_cut else "completed", response=response_body(self.choice, output=self._items)
+        )
+
+    def fail(self, error: RequestError) -> Iterator[Event]:
+        about = {"code": "server_error", "message": error.message}
+        yield self._event(
+            "failed", response=response_body(self.choice, output=self._items, status="failed", error=about)
+        )
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self._name}", "output_index": 0, "content_index": 0}
+
+    def _begin_text(self) -> Iterator[Event]:
+        if self._text is not None:
+            return
+        self._text = ""
+        item = message_item(self._name, "", status="in_progress")
+        yield self._event("output_item.added", output_index=0, item=item)
+        yield self._event("content_part.added", **self._place, part=text_part(""))
+
+    def _end_text(self) -> Iterator[Event]:
+        if self._text is None:
+            return
+        status = "incomplete" if self.choice.finish_reason == "length" else "completed"
+        item = message_item(self._name, self._text, status=status)
+        yield self._event("output_text.done", **self._place, text=self._text, logprobs=[])
+        yield self._event("content_part.done", **self._place, part=text_part(self._text))
+        yield self._event("output_item.done", output_index=0, item=item)
+        self._items.append(item)
+
+    def _call(self, item: Item) -> Iterator[Event]:
+        place = {"item_id": item["id"], "output_index": len(self._items)}
+        begun = item | {"status": "in_progress", "arguments": ""}
+        yield self._event("output_item.added", output_index=place["output_index"], item=begun)
+        yield self._event("function_call_arguments.delta", **place, delta=item["arguments"])
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("function_call_arguments.done", **place, **done)
+        yield self._event("output_item.done", output_index=place["output_index"], item=item)
+        self._items.append(item)
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        number, self._number = self._number, self._number + 1
+        name = f"response.{kind}"
+        return Event({"type": name, "sequence_number": number, **data}, name)
+
+
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """Return the messages of `input`. Raises RequestError for anything that is no text, message, call or output."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise RequestError("input is missing: a text, or a list of items", param="input")
+    messages: list[dict[str, Any]] = []
+    for item in given:
+        _append(messages, item)
+    return messages
+
+
+def _append(messages: list[dict[str, Any]], item: Any) -> None:
+    """Append an item; a call belongs to the message of the policy before it."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message" and isinstance(item.get("role"), str):
+        content = joined_text(item.get("content"), TEXT_PARTS, param="input")
+        messages.append({"role": item["role"], "content": content})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
+    elif kind == "function_call_output":
+        output = joined_text(item.get("output"), TEXT_PARTS, param="input")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    else:
+        raise RequestError(
+            f"input: {shorten(item)} is not supported; items are messages, function_call and function_call_output",
+            param="input",
+        )
+
+
+def chat_tools(tools: Any) -> Any:
+    """Return the tools as a chat request has them. Raises RequestError for a tool that is no function."""
+    if not isinstance(tools, list):
+        return tools
+    return [_chat_tool(tool) for tool in tools]
+
+
+def _chat_tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise RequestError(
+            f'tools: {shorten(tool)} is not supported; give {{"type": "function", "name": ...}}', param="tools"
+        )
+    names = ("name", "description", "parameters")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def message_item(name: str, text: str, *, status: str) -> Item:
+    """Return the text of an answer as an item. name: id of the answer."""
+    return {
+        "id": f"msg_{name}",
+        "type": "message",
+        "status": status,
+        "role": "assistant",
+        "content": [text_part(text)] if status != "in_progress" else [],
+    }
+
+
+def text_part(text: str) -> Item:
+    """Return a text as the part of an item."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def call_items(name: str, calls: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """Return the calls of an answer as items."""
+    return [
+        {
+            "id": f"fc_{name}_{number}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+        }
+        for number, call in enumerate(calls)
+    ]
+
+
+def output_items(choice: Choice) -> list[Item]:
+    """Return a complete answer as items: its text, unless there are only calls, and its calls."""
+    name, status = choice.completion.name, "incomplete" if choice.finish_reason == "length" else "completed"
+    has_text = bool(choice.text) or not choice.tool_calls
+    text = [message_item(name, choice.text, status=status)] if has_text else []
+    return [*text, *call_items(name, choice.tool_calls)]

@@ -1,33 +1,24 @@
-"""Write answers in OpenAI's format: whole bodies, stream chunks, errors. Extensions use names that OpenAI does not.
+"""`Choice`: one response in progress, as OpenAI's format shows it, in whole and in parts.
 
-Every answer has `weights_version`, the version of the oldest weights that sampled one of its tokens. With
-`return_token_ids`, a choice has `token_ids` and `token_versions`, and its first chunk `prompt_token_ids`. Called by
-`server`.
+Log-probs, token ids and weight versions of its tokens are in the format, too; `token_ids`, `token_versions` and
+`prompt_token_ids` are names that OpenAI does not have. The APIs make their own formats of it.
 """
 
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.serving.openai.parameters import RequestError
 from hybridrl.serving.openai.requests import CompletionRequest
-from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.requests import TokenOutput
 
 UNFINISHED_CHARACTER = "\ufffd"  # a tokenizer's output for a character of which some bytes are missing
 LOWEST_LOG_PROB = -9999.0
 FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "stop"}
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
 
 
 @dataclass
 class Choice:
-    """One response in progress.
+    """Response number `index` of a request.
 
     Attributes:
         text: The part that may be shown so far.
@@ -35,9 +26,7 @@ class Choice:
     """
 
     index: int
-    request: Request
     completion: CompletionRequest
-    tokenizer: Any
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -47,8 +36,12 @@ class Choice:
     stop_text: str | None = None
     _num_reported: int = 0  # tokens whose details were sent
 
-    def add(self, chunk: TokenOutput, *, is_last: bool) -> dict[str, Any]:
-        """Append a chunk, and return what it adds as a choice of a stream."""
+    def __post_init__(self) -> None:
+        self.request, self.tokenizer = self.completion.requests[self.index], self.completion.policy.tokenizer
+
+    def add(self, chunk: TokenOutput) -> dict[str, Any]:
+        """Append a chunk, and return what it adds as a choice of a stream. The session records a complete answer."""
+        is_last = chunk.finish_reason != "pause"
         self.token_ids += chunk.token_ids
         self.log_probs += [max(LOWEST_LOG_PROB, log_prob) for log_prob in chunk.log_probs]  # JSON has no infinity
         self.versions += chunk.token_versions
@@ -56,6 +49,8 @@ class Choice:
             self.finish_reason = FINISH_REASONS[chunk.finish_reason]
         before, text = self.text, self._visible_text(is_last=is_last)
         added = self._show(text, is_last=is_last)[len(before) :]
+        if is_last:
+            self._record()
         start, self._num_reported = self._num_reported, len(self.token_ids)
         return self._details(start) | self._content(added, delta=True)
 
@@ -69,6 +64,18 @@ class Choice:
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
         content = self.text if self.text or not calls else None
         return {"role": "assistant", "content": content, "refusal": None} | calls
+
+    def _record(self) -> None:
+        if self.completion.session is not None and self.completion.plan is not None:
+            self.completion.session.record(
+                self.completion.plan,
+                token_ids=self.token_ids,
+                log_probs=self.log_probs,
+                versions=self.versions,
+                reply=self.message,
+                stop_text=self.stop_text,
+                answer_id=self.completion.name,
+            )
 
     def _show(self, text: str, *, is_last: bool) -> str:
         """Set the text that may be shown, and at the end the calls; return that text."""
@@ -169,55 +176,3 @@ class Choice:
 def _bytes(text: str) -> list[int] | None:
     """Return a token's bytes; None for a token that is only a part of a character."""
     return None if UNFINISHED_CHARACTER in text else list(text.encode())
-
-
-def completion_body(
-    completion: CompletionRequest, choices: list[Choice], *, name: str, model: str, created: int
-) -> dict[str, Any]:
-    """Return the whole answer."""
-    kind = "chat.completion" if completion.is_chat else "text_completion"
-    head = _head(name, model, created, kind, versions=[v for choice in choices for v in choice.versions])
-    return head | {"choices": [choice.body() for choice in choices], "usage": usage(completion, choices)}
-
-
-def stream_chunk(
-    completion: CompletionRequest, choice: Choice, content: dict, *, name: str, model: str, created: int
-) -> dict[str, Any]:
-    """Return one chunk of a streamed answer. content: what `Choice.add` returned."""
-    kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
-    return _head(name, model, created, kind, versions=choice.versions) | {"choices": [content]}
-
-
-def final_chunk(
-    completion: CompletionRequest, choices: list[Choice], *, name: str, model: str, created: int
-) -> dict[str, Any]:
-    """Return the last chunk of a streamed answer, with the token counts."""
-    kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
-    head = _head(name, model, created, kind, versions=[v for choice in choices for v in choice.versions])
-    return head | {"choices": [], "usage": usage(completion, choices)}
-
-
-def usage(completion: CompletionRequest, choices: list[Choice]) -> dict[str, int]:
-    """Return the token counts. A prompt with n answers counts once."""
-    prompt = sum(len(request.prompt_ids) for request in completion.requests[:: completion.n])
-    generated = sum(len(choice.token_ids) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-
-
-def _head(name: str, model: str, created: int, kind: str, *, versions: list[int]) -> dict[str, Any]:
-    version = min(versions, default=None)
-    fingerprint = None if version is None else f"weights-{version}"
-    return {
-        "id": name,
-        "object": kind,
-        "created": created,
-        "model": model,
-        "system_fingerprint": fingerprint,
-        "weights_version": version,
-    }
-
-
-def error_body(error: RequestError) -> dict[str, Any]:
-    """Return an error in OpenAI's format."""
-    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
