@@ -56,7 +56,7 @@ EXCEPTIONS = {
     },
     "serving/agent_loop/batch.py": {"raised.wait()": LOOP, "task.result()": DONE, "task.exception()": DONE},
     "serving/agent_loop/manager.py": {
-        "self.done.result()": CALL,
+        "self.work.wait()": CALL,
         "partial.get()": CALL,
     },
     "serving/concurrency_limit.py": {"semaphore.slots.acquire()": LOOP},

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from hybridrl.serving.hybrid import HybridRollout, HybridScheduler, Usage
@@ -33,14 +34,16 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class SubmittedPush:
-    """A weight push in the service's order."""
+class Submitted:
+    """A batch or push in the service's order. waiting: Returns a context in which the driver waits for it."""
 
     done: "Future[None]"
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def wait(self) -> None:
         """Return when it is done. Raises its error, or that of what came before it."""
-        self.done.result()
+        with self.waiting():
+            self.done.result()
 
 
 class PolicyService:
@@ -82,7 +85,7 @@ class PolicyService:
         """Start a coroutine on the router's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def generate(self, version: int | None, generate: Generate, usage: Usage) -> "Future[None]":
+    def generate(self, version: int | None, generate: Generate, usage: Usage) -> Submitted:
         """Generate a batch with weights of this version: after everything submitted before, or at once.
 
         Args:
@@ -91,7 +94,8 @@ class PolicyService:
             usage: Of the batch, to be added to.
         """
         if self._concurrent:
-            return self.submit(self._in_turn(lambda: self._generate(generate, usage)))
+            waiting = nullcontext if self._hybrid is None else partial(self._hybrid.waiting, usage)
+            return Submitted(self.submit(self._in_turn(lambda: self._generate(generate, usage))), waiting)
         self.call(self.resume(version))
         try:
             self.call(generate(self.router))
@@ -99,7 +103,7 @@ class PolicyService:
             self.call(self.router.pause())
         done: Future[None] = Future()
         done.set_result(None)
-        return done
+        return Submitted(done)
 
     def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
         """Let the processes receive weights of this version, after everything submitted before.
@@ -110,11 +114,7 @@ class PolicyService:
         """
         if not self._concurrent:  # the router is paused already
             return receive()
-        return SubmittedPush(self.submit(self._in_turn(lambda: self._push(version, lambda: receive().wait()))))
-
-    def waiting(self, usage: Usage) -> AbstractContextManager[None]:
-        """Return a context in which the driver waits for a batch, and a hybrid rollout may help."""
-        return nullcontext() if self._hybrid is None else self._hybrid.waiting(usage)
+        return Submitted(self.submit(self._in_turn(lambda: self._push(version, lambda: receive().wait()))))
 
     async def _in_turn(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run a batch or push.

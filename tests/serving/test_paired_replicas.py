@@ -16,6 +16,7 @@ import torch
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.serving.replicas import GroupReplicas
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.serving.routing_table import ReplicaState
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.workers.process_setup import init_worker_process
@@ -107,7 +108,7 @@ def test_two_processes_are_one_replica_and_a_lost_one_costs_no_request_and_not_t
 
     router, outputs = asyncio.run(run())
     assert {output.request_id: output.token_ids for output in outputs} == undisturbed
-    assert router.table.healthy == {0, 1} and group.process_ids[:2] == before[:2]
+    assert router.table.states == [ReplicaState.IDLE] * 2 and group.process_ids[:2] == before[:2]
     if victim is None:
         assert router.outages == [] and group.process_ids == before
         return

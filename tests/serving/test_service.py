@@ -65,7 +65,7 @@ def test_batches_and_pushes_run_in_the_order_of_their_submission(service):
     pushes.append(service.push(2, second.receive))
     assert first.began.wait(WAIT_S) and service.router.is_paused and not found
     first.may_end.set()
-    batch.result(WAIT_S)
+    batch.wait()
     assert found == [False] and second.began.wait(WAIT_S) and service.replicas.version == 1
     assert service.router.is_paused
     second.may_end.set()
@@ -82,7 +82,7 @@ def test_after_a_failed_push_nothing_runs_and_everything_has_its_error(service):
     with pytest.raises(ValueError, match="no such tensor"):
         submitted.wait()
     with pytest.raises(ValueError, match="no such tensor"):
-        batch.result(WAIT_S)
+        batch.wait()
     assert not found
 
 
@@ -94,7 +94,7 @@ def test_closing_cancels_what_runs_and_what_waits(service):
     service.close()
     push.may_end.set()
     with pytest.raises(CancelledError):
-        batch.result(WAIT_S)
+        batch.wait()
 
 
 def test_where_processes_train_a_batch_runs_at_once_and_the_router_is_paused_before_and_after():
@@ -102,7 +102,7 @@ def test_where_processes_train_a_batch_runs_at_once_and_the_router_is_paused_bef
     try:
         found, push = list[bool](), Push()
         assert service.push(3, push.receive) is push
-        assert service.generate(3, paused_in(found), Usage()).done()
+        assert service.generate(3, paused_in(found), Usage()).done.done()
         assert found == [False] and service.router.is_paused and service.replicas.version == 3
     finally:
         service.close()

@@ -1,9 +1,8 @@
 """Agent loops: how a response is generated in one or several turns, with tool answers in between."""
 
-from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, register_agent_loop
+from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopOutput, SingleTurnAgentLoop, register_agent_loop
 from hybridrl.serving.agent_loop.programs.http_agent import AgentTask, HTTPAgentLoop
-from hybridrl.serving.agent_loop.programs.outside_agent import OutsideAgentLoop
-from hybridrl.serving.agent_loop.single_turn import SingleTurnAgentLoop
+from hybridrl.serving.agent_loop.programs.session_agent import OutsideAgentLoop
 from hybridrl.serving.agent_loop.tools.function_tools import function_tool
 from hybridrl.serving.agent_loop.tools.tool_agent import ToolAgentLoop, ToolCall
 from hybridrl.serving.continuation import PolicyClient

@@ -287,3 +287,13 @@ def lookup_agent_loop(name: str) -> type[AgentLoop]:
             "actor_rollout_ref.rollout.agent.path"
         )
     return AGENT_LOOPS[name]
+
+
+@register_agent_loop("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoop):
+    """The default: one prompt, one response. Generates the same tokens as one batched call (`rollout.mode=sync`)."""
+
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+        response = self.respond(row)
+        await response.sample(sampling_params)
+        return response.output()

@@ -20,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.errors import CallTimeout
 from hybridrl.failure_policy import Budgets, Failure, FailureKind
@@ -28,7 +28,8 @@ from hybridrl.serving.agent_loop import failures
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.recorded_row import RecordedRow
-from hybridrl.serving.continuation import PolicyClient, continued, join_chunks, with_reason
+from hybridrl.serving.continuation import continued, join_chunks, with_reason
+from hybridrl.serving.router import ReplicaRouter
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -38,15 +39,6 @@ LoopRunner = Callable[[dict[str, Any], bool], Any]
 
 # Before a row with a request that waits counts as settled: for its loop, which got an answer, to send another request.
 SETTLE_S = 0.5
-
-
-class PausablePolicy(PolicyClient, Protocol):
-    """A `ReplicaRouter`, or a policy like it."""
-
-    @property
-    def is_paused(self) -> bool: ...
-
-    async def wait_until_running(self) -> None: ...
 
 
 @dataclass
@@ -164,7 +156,7 @@ class AgentBatch:
     ):
         self.rows, self.limit, self.last_limit = rows, 0, last_limit
         self.requested_limit = 0  # of the last submitted call; `limit` is that of the running one
-        self.router: PausablePolicy
+        self.router: ReplicaRouter
         records = recorded or [RecordedRow() for _ in rows]
         self.clients = [
             RowClient(self, has_own_pace(row), record.turns) for row, record in zip(rows, records, strict=True)
@@ -177,7 +169,7 @@ class AgentBatch:
         self._budgets = Budgets()  # of each row
         self._logged: set[str] = set()
 
-    async def advance(self, router: PausablePolicy, limit: int, *, timeout_s: float) -> None:
+    async def advance(self, router: ReplicaRouter, limit: int, *, timeout_s: float) -> None:
         """Return when every response has ended or has `limit` tokens.
 
         A loop that fails is tried again, and its sample is left out if that does not help (`failures`). The first bug

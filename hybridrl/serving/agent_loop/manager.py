@@ -13,8 +13,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -42,7 +41,7 @@ from hybridrl.serving.hybrid import HybridRollout, Usage
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
 from hybridrl.serving.router import ReplicaRouter
-from hybridrl.serving.service import Generate, Pending, PolicyService
+from hybridrl.serving.service import Generate, Pending, PolicyService, Submitted
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.requests import Request
@@ -60,7 +59,7 @@ class AgentFuture:
     prompts: DataProto
     sampling: SamplingParams
     batch: AgentBatch
-    done: "Future[None] | None" = None  # None until `_submit`
+    work: Submitted | None = None  # None until `_submit`
     limit: int = 0  # submitted tokens per response
     short_round: ShortRound | None = None
     usage: Usage = field(default_factory=Usage)
@@ -73,9 +72,8 @@ class AgentFuture:
         Raises:
             CancelledError: The service was closed first, or the responses have been continued since.
         """
-        assert self.done is not None  # only submitted futures leave the manager
-        with self.manager.waiting(self.usage):
-            self.done.result()
+        assert self.work is not None  # only submitted futures leave the manager
+        self.work.wait()
         return self.manager.collect(self)
 
 
@@ -191,10 +189,6 @@ class AgentLoopManager:
         """
         return self._opened().push(version, receive)
 
-    def waiting(self, usage: Usage) -> AbstractContextManager[None]:
-        """Return a context in which the driver waits for a batch."""
-        return nullcontext() if self._service is None else self._service.waiting(usage)
-
     def _opened(self) -> PolicyService:
         if self._service is None:
             raise RuntimeError("the agent loops are closed; call open() with the rollout's worker group first")
@@ -266,7 +260,7 @@ class AgentLoopManager:
         )
 
     def _submit(self, future: AgentFuture, generate: Generate, *, version: int | None) -> AgentFuture:
-        return replace(future, done=self._opened().generate(version, generate, future.usage))
+        return replace(future, work=self._opened().generate(version, generate, future.usage))
 
     def collect(self, future: AgentFuture) -> DataProto:
         """Return the columns of a finished future, and update the replica metrics."""

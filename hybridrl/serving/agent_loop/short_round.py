@@ -10,7 +10,8 @@ import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
-from hybridrl.serving.agent_loop.batch import AgentBatch, PausablePolicy
+from hybridrl.serving.agent_loop.batch import AgentBatch
+from hybridrl.serving.router import ReplicaRouter
 from hybridrl.workers.rollout.short_round import CHOSEN, round_limits, shortest_groups
 
 
@@ -34,7 +35,7 @@ class ShortRound:
     timeout_s: float
     chosen: list[int] | None = None
 
-    async def generate(self, router: PausablePolicy) -> None:
+    async def generate(self, router: ReplicaRouter) -> None:
         """Return when enough groups are complete and the other loops have ended.
 
         Raises:

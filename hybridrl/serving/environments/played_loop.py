@@ -7,26 +7,24 @@ own, also with another interpreter.
 """
 
 import math
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from hybridrl.errors import AgentFailed
-from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, register_agent_loop
-from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
-from hybridrl.serving.agent_loop.programs.http_agent import AgentTask, HTTPAgentLoop
+from hybridrl.serving.agent_loop.base import AgentLoopContext, register_agent_loop
+from hybridrl.serving.agent_loop.programs.session_agent import SessionAgentLoop, SessionEpisode
 from hybridrl.serving.environments.pool import pool_of
 from hybridrl.serving.environments.process import NONSENSE
 from hybridrl.serving.environments.settings import load_environments, spec_of_row
 
 
 @register_agent_loop("verifiers_agent")
-class PlayedEnvironmentLoop(HTTPAgentLoop):
+class PlayedEnvironmentLoop(SessionAgentLoop):
     """Lets the environment of a row play an episode."""
 
     loop_name = "verifiers_agent"
 
     def __init__(self, context: AgentLoopContext):
-        AgentLoop.__init__(self, context)
+        super().__init__(context)
         self.specs = load_environments(context.environments)
         self.player = "the environment"
         for spec in self.specs.values():
@@ -36,14 +34,12 @@ class PlayedEnvironmentLoop(HTTPAgentLoop):
         for spec in self.specs.values():
             pool_of(spec).close()
 
-    def _slot(self, clock: EpisodeClock) -> AbstractAsyncContextManager[None]:
-        return nullcontext()  # the pool of the environment has the slots
-
-    async def _call(self, task: AgentTask, clock: EpisodeClock) -> Any:
-        spec, kwargs = spec_of_row(self.specs, task.row)
-        async with pool_of(spec).take(clock) as environment, self.time_limit(clock):
-            endpoint = {"base_url": task.base_url, "api_key": task.api_key, "model": task.model}
-            columns = {**task.row, **endpoint, "name": spec.name, "kwargs": kwargs}
+    async def play(self, episode: SessionEpisode) -> Any:
+        spec, kwargs = spec_of_row(self.specs, episode.columns)
+        async with pool_of(spec).take(episode.clock) as environment, self.time_limit(episode.clock):
+            host = episode.host
+            endpoint = {"base_url": host.url_of(episode.session.name), "api_key": host.api_key, "model": host.model}
+            columns = {**episode.columns, **endpoint, "name": spec.name, "kwargs": kwargs}
             reward = await environment.play(columns)
         is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
         if reward is not None and not is_number:

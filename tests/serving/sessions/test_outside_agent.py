@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl.errors import AgentFailed, WorkerLost
 from hybridrl.serving.agent_loop.base import AgentLoopContext
-from hybridrl.serving.agent_loop.programs.outside_agent import OutsideAgentLoop
+from hybridrl.serving.agent_loop.programs.session_agent import OutsideAgentLoop
 from hybridrl.workers.rollout import SamplingParams
 from hybridrl.workers.rollout.requests import Request
 from tests.support.serving.scripted_policy import PROMPT, RESPONSE, Script

@@ -11,26 +11,22 @@ process of its own on the driver's machine, and ends with all that it started.
 
 import asyncio
 import inspect
-import math
 import os
 import re
 import shlex
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.import_path import load_object
-from hybridrl.rewards.sample_score import as_number
-from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
+from hybridrl.serving.agent_loop.base import AgentLoopContext, register_agent_loop
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
-from hybridrl.serving.agent_loop.programs.session_episode import SessionEpisode
+from hybridrl.serving.agent_loop.programs.session_agent import SessionAgentLoop, SessionEpisode
 from hybridrl.serving.agent_loop.tools.tool_threads import ToolExit, ToolHangs, call_in_thread
 from hybridrl.serving.concurrency_limit import ConcurrencyLimit
 from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess, ProcessLimits
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 KEY = "actor_rollout_ref.rollout.agent.program"
 FUNCTION = re.compile(r"(\S+):([A-Za-z_]\w*)")
@@ -61,6 +57,11 @@ class AgentTask:
     session: str
     row: dict[str, Any]
 
+    @classmethod
+    def of(cls, episode: SessionEpisode) -> "AgentTask":
+        host, session = episode.host, episode.session.name
+        return cls(host.url_of(session), host.api_key, host.model, session, episode.columns)
+
     @property
     def anthropic_base_url(self) -> str:
         """The base URL of Anthropic's API, in the same session."""
@@ -86,10 +87,9 @@ class AgentTask:
 
 
 @register_agent_loop("http_agent")
-class HTTPAgentLoop(AgentLoop):
+class HTTPAgentLoop(SessionAgentLoop):
     """Starts the program of `rollout.agent.program` for each row."""
 
-    has_own_deadline = True
     loop_name = "http_agent"
 
     def __init__(self, context: AgentLoopContext):
@@ -99,42 +99,12 @@ class HTTPAgentLoop(AgentLoop):
         self._function, self._command = load_program(context.program)
         self.player = f"the agent {context.program}"
 
-    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
-        """Return the conversations of the agent, the main one first. Raises AgentFailed if there is none."""
-        episode = SessionEpisode.open(self.loop_name, self.context, sampling_params, row)
-        host, session = episode.host, episode.session
-        try:
-            task = AgentTask(host.url_of(session.name), host.api_key, host.model, session.name, episode.columns)
-            reward = await self._run_agent(task, episode)
-        except AgentFailed:
-            if episode.client.failure is None:
-                raise
-            reward = None
-        finally:
-            episode.close()
-        return episode.output(reward, agent=self.player)
-
-    async def _run_agent(self, task: AgentTask, episode: SessionEpisode) -> float | None:
-        """Return the reward that the agent returned. An agent that ran out of tokens may fail because of that."""
-        try:
-            async with self._slot(episode.clock):
-                returned = await self._call(task, episode.clock)
-        except AgentFailed:
-            if episode.ended_by_length:
-                return None
-            raise
-        if returned is None:
-            return None
-        if (reward := as_number(returned)) is None:
-            raise TypeError(f"{self.player} returned {returned!r}; an agent returns its reward, or None")
-        if not math.isfinite(reward):
-            raise AgentFailed(f"{self.player} returned {reward}", cause="reward not finite")
-        return reward
-
-    def _slot(self, clock: EpisodeClock) -> AbstractAsyncContextManager[None]:
-        """Wait for a slot among the agents of this event loop, and hold it until the agent ends or first waits."""
+    async def play(self, episode: SessionEpisode) -> Any:
+        """Return what the agent returns, once it has a slot among the agents of this event loop and has ended."""
+        task = AgentTask.of(episode)
         limit = MAX_COROUTINES if inspect.iscoroutinefunction(self._function) else MAX_PROCESSES
-        return clock.hold(_slots.acquire(limit))
+        async with episode.clock.hold(_slots.acquire(limit)):
+            return await self._call(task, episode.clock)
 
     async def _call(self, task: AgentTask, clock: EpisodeClock) -> Any:
         try:

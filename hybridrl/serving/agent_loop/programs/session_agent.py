@@ -1,14 +1,31 @@
-"""What agents at the endpoint have in common: a session, its policy, and its rows.
+"""Agents of other people: each row's agent talks to the endpoint in a session of its own.
 
-Used by `http_agent` and `outside_agent`.
+`SessionAgentLoop` is the base of their agent loops. `OutsideAgentLoop` (`outside_agent`) starts nothing, and trains
+programs that ask for work. Each row is an episode that a program claims and ends:
+
+    POST /v1/episodes               the next row, with a session of its own
+    POST /v1/episodes/NAME/end      its reward, none, or why the program failed
+
+A program needs an HTTP client and no code of this project. It may run on another machine, and there may be any number
+of them. An episode that is not ended `rollout.agent.timeout_s` seconds after it was claimed has failed: its session
+takes no more requests, and the row is offered again within the budget of `failures`.
 """
 
 import asyncio
+import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, HybridRLError, RequestFailed
-from hybridrl.serving.agent_loop.base import AgentLoopContext, AgentLoopOutput, columns_of
+from hybridrl.rewards.sample_score import as_number
+from hybridrl.serving.agent_loop.base import (
+    AgentLoop,
+    AgentLoopContext,
+    AgentLoopOutput,
+    columns_of,
+    register_agent_loop,
+)
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.rows import SessionRow, session_rows
@@ -81,19 +98,25 @@ class SessionEpisode:
         """Whether a request was refused for want of room. The agent may fail because of that, and is trained."""
         return self.session.was_full and bool(self.session.turns)
 
-    def output(self, reward: float | None, *, agent: str) -> AgentLoopOutput:
+    def output(self, returned: Any, *, agent: str) -> AgentLoopOutput:
         """Return the main conversation, with the others as branches.
 
         Args:
-            reward: Of the episode; None: that which was posted, if any.
+            returned: Reward of the episode; None: that which was posted, if any.
             agent: Names the agent in an error.
 
         Raises:
             HybridRLError: The policy was lost.
-            AgentFailed: The agent has sent no request.
+            AgentFailed: The agent has sent no request, or its reward is not finite.
+            TypeError: Its reward is no number.
         """
         if self.client.failure is not None:
             raise self.client.failure
+        reward = None if returned is None else as_number(returned)
+        if returned is not None and reward is None:
+            raise TypeError(f"{agent} returned {returned!r}; an agent returns its reward, or None")
+        if reward is not None and not math.isfinite(reward):
+            raise AgentFailed(f"{agent} returned {reward}", cause="reward not finite")
         session = self.session
         rows = session_rows(session.turns, max_prompt_length=self.context.max_prompt_length)
         if not rows:
@@ -121,3 +144,64 @@ def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
         token_versions=row.token_versions,
         reward=reward,
     )
+
+
+class SessionAgentLoop(AgentLoop):
+    """Base class of loops whose agent sends its requests to a session.
+
+    Attributes:
+        loop_name: Under which the loop is registered.
+    """
+
+    has_own_deadline = True
+    loop_name: str
+
+    @abstractmethod
+    async def play(self, episode: SessionEpisode) -> Any:
+        """Return the agent's reward or None, when it has ended. Raises AgentFailed if it failed."""
+
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+        """Return the conversations of the agent, the main one first.
+
+        An agent that ran out of tokens may fail because of that. Raises AgentFailed if it failed otherwise, or has sent
+        no request.
+        """
+        episode = SessionEpisode.open(self.loop_name, self.context, sampling_params, row)
+        try:
+            reward = await self.play(episode)
+        except AgentFailed:
+            if episode.client.failure is None and not episode.ended_by_length:
+                raise
+            reward = None
+        finally:
+            episode.close()
+        return episode.output(reward, agent=self.player)
+
+
+@register_agent_loop("outside_agent")
+class OutsideAgentLoop(SessionAgentLoop):
+    """Offers each row at the endpoint, and waits for the program that claims it."""
+
+    has_own_pace = True  # a program may play one episode at a time, so none may wait for others to be claimed
+    loop_name = "outside_agent"
+
+    def __init__(self, context: AgentLoopContext):
+        super().__init__(context)
+        self.player = "the program outside"
+
+    async def play(self, episode: SessionEpisode) -> float | None:
+        """Return the reward that the program says.
+
+        Waits for: A program that claims the episode, and its end.
+        Unblocked by: The endpoint's handlers of `/v1/episodes`; the deadline, once it is claimed.
+        """
+        offered = episode.host.episodes.offer(episode.session, episode.columns)
+        try:
+            await asyncio.wrap_future(offered.claimed)
+            async with self.time_limit(episode.clock):
+                end = await asyncio.wrap_future(offered.ended)
+        finally:
+            episode.host.episodes.withdraw(offered)
+        if end.error is not None:
+            raise AgentFailed(f"{self.player} reports: {end.error}", cause="reported by the program")
+        return end.reward
