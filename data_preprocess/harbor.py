@@ -1,4 +1,4 @@
-"""Task directories of the package `harbor` to parquet: one row for each, for the environment adapter `harbor`.
+"""Task directories of the package `harbor` to parquet: one row for each, for `examples/harbor`.
 
     python -m data_preprocess.harbor TASKS OUT.parquet [--name harbor] [--done done]
 

@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 
 from hybridrl.doctor.finding import Finding
 from hybridrl.doctor.network import examine_nccl, examine_network
+from hybridrl.rewards.sandbox.job import SandboxUnavailable
 from hybridrl.rewards.sandbox.local import LocalSandbox
-from hybridrl.rewards.sandbox.program import SandboxUnavailable
 
 GIB = 2**30
 MIN_SHM_GIB = 1.0  # Ray's object store of a local cluster takes 0.5 GiB

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridrl.rewards import sandbox
-from hybridrl.rewards.sandbox.program import Limits, Outcome, Program, SandboxUnavailable
+from hybridrl.rewards.sandbox.job import Limits, Outcome, Program, SandboxUnavailable
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     interaction:
       - name: maze                     # a row's extra_info.interaction_kwargs.name
         class_name: my_env.py:Maze     # next to this file; or package.module:Name, package.module.Name,
-        config: {size: 4}              # gymnasium, harbor, openenv, verifiers. config: of the constructor
+        config: {size: 4}              # gymnasium, openenv, verifiers. config: of the constructor
 
 Names in the file of `rollout.agent.path` (`@register_environment`) are known, too. Data name an environment, and never
 a file or a class: who writes a dataset does not choose which code runs.
@@ -28,10 +28,10 @@ KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 ADAPTERS = Path(__file__).with_name("adapters")
 BUILT_IN = {
     "gymnasium": f"{ADAPTERS / 'gymnasium_text.py'}:GymnasiumText",
-    "harbor": f"{ADAPTERS / 'harbor_task.py'}:HarborTask",
     "openenv": f"{ADAPTERS / 'openenv_client.py'}:OpenEnvClient",
     "verifiers": f"{ADAPTERS / 'verifiers_task.py'}:VerifiersTask",
 }
+MOVED = {"harbor": "path/to/hybridrl/examples/harbor/harbor_task.py:HarborTask"}
 REWARDS = ("sum", "last", "none")
 
 
@@ -180,6 +180,8 @@ def _address(name: Any, where: str, folder: Path) -> str:
         )
     if name in BUILT_IN:
         return BUILT_IN[name]
+    if name in MOVED:
+        raise ConfigError(f"{where}.class_name={name}: is an example now; give {MOVED[name]}")
     path, colon, attribute = name.rpartition(":")
     if not colon:
         path, _, attribute = name.rpartition(".")

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from examples.harbor.harbor_dockerfile import Step, read_image
+from examples.harbor.harbor_task import command_of, cut
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.rewards.sandbox import LocalSandbox, SandboxUnavailable
-from hybridrl.serving.environments.adapters.harbor_dockerfile import Step, read_image
-from hybridrl.serving.environments.adapters.harbor_task import command_of, cut
 from hybridrl.serving.environments.process import HANGS
+from hybridrl.serving.environments.settings import load_environments
 
-TASKS = Path(__file__).parents[2] / "support" / "serving" / "harbor_tasks"
+ROOT = Path(__file__).parents[3]
+TASKS = ROOT / "tests" / "support" / "serving" / "harbor_tasks"
+EXAMPLE = ROOT / "examples" / "harbor"
 SORT = "tr ' ' '\\n' < list.txt | sort > sorted.txt"
 LIMITS = {"command_timeout_s": 2, "max_output": 60}
 
@@ -29,7 +32,12 @@ def entry() -> dict:
     except SandboxUnavailable as error:
         pytest.skip(str(error))
     config = {"tasks": str(TASKS), "environment": "sandbox", **LIMITS}
-    return {"class_name": "harbor", "python": python, "config": config}
+    return {"class_name": f"{EXAMPLE / 'harbor_task.py'}:HarborTask", "python": python, "config": config}
+
+
+def test_the_list_of_the_example_is_read():
+    [spec] = load_environments(str(EXAMPLE / "environments.yaml")).values()
+    assert (spec.name, spec.address) == ("harbor", f"{EXAMPLE / 'harbor_task.py'}:HarborTask")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_an_entry_says_how_its_processes_are_started(tmp_path):
     [
         ({"class_name": "absent.py:Maze"}, "class_name=absent.py:Maze: no file .*absent.py"),
         ({"class_name": "gymnasum"}, "class_name=gymnasum: names no class; did you mean gymnasium"),
+        ({"class_name": "harbor"}, "class_name=harbor: is an example now; give .*/harbor_task.py:HarborTask"),
         ({"class_name": None}, "class_name=None: must be path/to/file.py:Name"),
         ({"name": 3}, "name=3: must be the name that rows use"),
         ({"config": [1]}, r"config=\[1\]: must have the arguments of the constructor"),
@@ -106,6 +107,7 @@ def test_the_lists_on_the_page_are_read_and_its_class_answers(tmp_path):
     text = PAGE.read_text()
     (source,) = re.findall(r"```python\n# my_env.py\n(.*?)```", text, re.DOTALL)
     (tmp_path / "my_env.py").write_text(source)
+    (tmp_path / "examples").symlink_to(PAGE.parents[1] / "examples")
     names = []
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)

@@ -2,7 +2,7 @@
 
 Its commands run in a `SandboxSession` of this machine: with the machine's programs, without a network, as one user
 without rights. `harbor_task.py` takes it for `environment: sandbox`; the package itself can be given its import path.
-The process needs `harbor`, and of what this library needs only `lazy_loader`.
+The process needs `harbor`, this folder and hybridrl on its path, and of what hybridrl needs only `lazy_loader`.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from typing import Any
 
 from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
+from harbor_dockerfile import Image, read_image
 
 from hybridrl.rewards.sandbox import Limits, Outcome, SandboxSession, Verdict
 from hybridrl.rewards.sandbox.session import system_directories
-from hybridrl.serving.environments.adapters.harbor_dockerfile import Image, read_image
 
 WRITABLE = (
     "/app",

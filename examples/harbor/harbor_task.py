@@ -1,17 +1,17 @@
-"""`harbor`: a task directory of the package `harbor` (0.24, Python 3.12), in which each turn is a shell command.
+"""A task directory of the package `harbor` (0.24, Python 3.12) as an environment: each turn is a shell command.
 
-    class_name: harbor
+    class_name: examples/harbor/harbor_task.py:HarborTask
     config:
       tasks: path/to/tasks          # a row's `task` names a directory in it, with instruction.md, task.toml, tests/
       environment: docker           # a kind of the package, module:Class, or sandbox: the sandbox of this library
 
 A turn is the last block of code, a JSON object or a tool call with `command`, or the whole text. An episode ends with a
 turn `done`, or where turns or tokens are used up. Then the package's verifier runs the task's tests in the environment,
-and the reward file is the reward. `harbor_sandbox.py` has the environment `sandbox`.
+and the reward file is the reward. `harbor_sandbox.py` has the environment `sandbox`. `environments.yaml` beside this
+file is a list to begin with; docs/environments.md has the rest.
 """
 
 import asyncio
-import importlib.util
 import json
 import re
 import shlex
@@ -21,7 +21,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-SANDBOX = "hybridrl.serving.environments.adapters.harbor_sandbox:SandboxEnvironment"
+SANDBOX = "harbor_sandbox:SandboxEnvironment"
 BLOCK = re.compile(r"```(?:bash|sh|shell|console)?[ \t]*\n(.*?)```", re.DOTALL)
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 # Before the tests: what the policy has put there is no test, and no reward. The directories may be mounts.
@@ -71,7 +71,8 @@ class HarborTask:
         if not self._tasks.is_dir():
             raise FileNotFoundError(f"tasks={tasks}: there is no such directory")
         if environment == "sandbox":
-            make_hybridrl_importable()
+            here = Path(__file__).resolve()
+            sys.path += [str(here.parent), str(here.parents[2])]  # this folder, and the one that has hybridrl
             environment = SANDBOX
         name = "import_path" if ":" in environment else "type"
         self._environment_config = EnvironmentConfig(**{name: environment, "kwargs": options or {}})
@@ -259,17 +260,3 @@ def cut(text: str, most: int) -> str:
     if len(text) <= most:
         return text.rstrip("\n")
     return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}".rstrip("\n")
-
-
-def make_hybridrl_importable() -> None:
-    """Load the package that this file is part of, also where the interpreter has it not installed."""
-    if "hybridrl" in sys.modules:
-        return
-    folder = Path(__file__).parents[3]
-    spec = importlib.util.spec_from_file_location(
-        "hybridrl", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["hybridrl"] = module
-    spec.loader.exec_module(module)
