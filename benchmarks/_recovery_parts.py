@@ -14,12 +14,12 @@ sum         of all these
 CPU         of the new processes, all ranks, from their start until the step starts again: user and system time
 """
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.view.readers.failures import recoveries
 from tests.support.end_to_end.failing_runs import events, fault, hits
 
 STEPS = 5  # the last one shows when a lost step has run again
@@ -41,7 +41,7 @@ NAMES = ("notice", "disconnect", "kill", "start", "import", "group", "model", "s
 
 def recovery_parts(folder: Path, hit: dict[str, Any]) -> dict[str, float]:
     """Return the seconds of the first recovery after a fault, by part, and the CPU seconds of its processes."""
-    failures = [json.loads(line) for line in (folder / "run/failures.jsonl").read_text().splitlines()]
+    failures = recoveries(str(folder / "run"))
     failure = next((one for one in failures if one["detected_at"] >= hit["at"]), None)
     if failure is None or "parts" not in failure:
         return {}

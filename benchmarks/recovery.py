@@ -42,6 +42,7 @@ from hybridrl.master.service.journal import history  # noqa: E402
 from hybridrl.master.state.events import WorkerFailed  # noqa: E402
 from hybridrl.system.process_stat import read_process_stat  # noqa: E402
 from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger  # noqa: E402
+from hybridrl.view.readers.failures import recoveries  # noqa: E402
 from tests.conftest import make_tiny_qwen2  # noqa: E402
 from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with  # noqa: E402
 from tests.support.end_to_end.runs import largest_difference, metrics, processes_with, weights  # noqa: E402
@@ -345,8 +346,7 @@ def of_master(folder: Path, cell: Cell, hit: dict) -> dict[str, Any]:
 
 def of_trainer(folder: Path, cell: Cell, hit: dict) -> dict[str, Any] | None:
     """Return the figures of the driver, which the supervisor restarts."""
-    path = folder / "run/failures.jsonl"
-    failures = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    failures = recoveries(str(folder / "run"))
     failure = next((one for one in failures if one["lost"][0] == "trainer" and one["detected_at"] >= hit["at"]), None)
     if failure is None:
         return None

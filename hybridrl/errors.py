@@ -20,7 +20,7 @@
 A user's own exception in a worker keeps its type and gets an address (`role`, `rank`, `method`) as a note.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 MAX_MODEL_REASON = 400  # characters of an error of transformers
@@ -124,11 +124,21 @@ class CallTimeout(HybridRLError, TimeoutError):
 
     Attributes:
         role, ranks, method: The workers that did not answer. "" and () if the call was not on workers.
+        others: Role -> ranks of other workers that did not answer either, as the senders of a push.
     """
 
-    def __init__(self, text: str, *, role: str = "", ranks: Sequence[int] = (), method: str = ""):
+    def __init__(
+        self,
+        text: str,
+        *,
+        role: str = "",
+        ranks: Sequence[int] = (),
+        method: str = "",
+        others: Mapping[str, Sequence[int]] | None = None,
+    ):
         super().__init__(text)
         self.role, self.ranks, self.method = role, tuple(ranks), method
+        self.others: Mapping[str, Sequence[int]] = dict(others or {})
 
 
 class CallCycle(HybridRLError):

@@ -133,7 +133,7 @@ def load_driver() -> None:
     """
     _ = hybridrl.RayPPOTrainer, hybridrl.ActorRolloutRefWorker, rewards.load_reward_manager, run_files.report_run
     _ = single_controller.RayWorkerGroup, single_controller.launch, master.plan_job, driver.start_ray
-    _ = recovery.run_under_master, recovery.load_supervised_state, engine.check_model
+    _ = recovery.run_under_master, recovery.load_surviving_state, recovery.StepRetry, engine.check_model
 
 
 def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
@@ -227,7 +227,7 @@ def run(
     )
     logger.info("loading %s into the workers", model.path)
     try:
-        with recovery.run_under_master(trainer):
+        with trainer.monitored():
             trainer.init_workers()
             trainer.fit()
     except (WorkerLost, ObjectLost, PlacementError) as error:

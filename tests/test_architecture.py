@@ -38,10 +38,7 @@ TWINS = {
     "_OpenRequest": "to be renamed",
 }
 """Names of classes that two modules may define, and why."""
-HIDDEN_CIRCLES = (
-    {"hybridrl.trainer.recovery.step_snapshot", "hybridrl.trainer.recovery.supervised_state"},
-    {"hybridrl.trainer.ppo.policy.generation", "hybridrl.trainer.ppo.policy.short_round"},
-)
+HIDDEN_CIRCLES = ({"hybridrl.trainer.ppo.policy.generation", "hybridrl.trainer.ppo.policy.short_round"},)
 SCRIPT_CIRCLES = ({"app.js", "curves.js", "facts.js", "samples.js", "timeline.js"},)
 
 

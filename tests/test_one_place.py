@@ -54,7 +54,7 @@ HOMES = {
         "master/jobs/job_handle.py": OWN_PROCESSES,
         "single_controller/processes/worker_host.py": OWN_PROCESSES,
         "single_controller/processes/worker_processes.py": OWN_PROCESSES,
-        "trainer/recovery/supervised_state.py": OWN_PROCESSES,
+        "trainer/recovery/snapshots.py": OWN_PROCESSES,
         "testing/transport.py": "what the suite itself has pickled",
     },
     "listens at a port": {

@@ -14,10 +14,12 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hybridrl.failure_policy import Decision
 from hybridrl.system.json_lines import RECEIVE_BYTES, MessageReader, send_message
+
+if TYPE_CHECKING:
+    from hybridrl.failure_policy import Decision
 
 logger = logging.getLogger(__name__)
 CLUSTER_TIMEOUT_S = 120.0  # for the supervisor to start Ray on this machine
@@ -46,7 +48,7 @@ class DriverLifecycle:
         return self._channel is not None
 
     def attach_supervisor(
-        self, channel: socket.socket, *, attempt: int, run_id: str, restarted_by: Decision | None
+        self, channel: socket.socket, *, attempt: int, run_id: str, restarted_by: "Decision | None"
     ) -> None:
         """Connect to the supervisor.
 

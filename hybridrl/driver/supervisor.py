@@ -4,7 +4,7 @@
 
 A driver is lost when it ends without `lifecycle.report_exit`: killed, out of memory, crashed in a library, or stopped
 by SIGSTOP. Its worker processes keep running. The next driver reattaches to them and retries the interrupted step
-(`trainer/recovery/supervised_state.py`). A driver that requests a new job (a node is gone, a role died repeatedly) is
+(`trainer/recovery/snapshots.py`). A driver that requests a new job (a node is gone, a role died repeatedly) is
 followed by one that starts everything again from the last checkpoint. `failure_policy.py` limits both. Every other end,
 an exception or Ctrl-C, ends the program.
 

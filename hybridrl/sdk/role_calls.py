@@ -129,7 +129,8 @@ class RoleCall:
         if not silent and not failed:
             return [answer.result() for answer in self.answers]
         if not failed and not any(group.is_lost(self.references[rank]) for rank in silent):
-            raise call_timeout(self.role, silent, self.method, self.invocation.timeout_s or 0.0, TIMEOUT_HINT)
+            addresses = [(self.role, rank) for rank in silent]
+            raise call_timeout(self.role, addresses, self.method, self.invocation.timeout_s or 0.0, TIMEOUT_HINT)
         references = OutputRefs([self.references[r] for r in self.ranks], ranks=self.ranks, fetch=group.fetch)
         return group.fetch(references, method=self.method, timeout_s=self._seconds_left())
 

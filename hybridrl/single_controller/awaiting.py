@@ -118,23 +118,45 @@ def wait_all(
             values |= reader.values(done) if done else {}
             for reference in pending:
                 if reason := lost_reason(reference):
-                    raise WorkerLost(role, rank_of[reference], method, reason)
+                    raise WorkerLost(*reader.address(reference), method, reason)
             if pending and left is not None and left <= poll_s:
-                raise call_timeout(role, sorted(rank_of[p] for p in pending), method, timeout_s or 0.0, hint)
+                silent = sorted({reader.address(reference) for reference in pending})
+                raise call_timeout(role, silent, method, timeout_s or 0.0, hint)
             wait.raise_if_cycle(pending)
             poll_s = min(2 * poll_s, MAX_POLL_S)
     return [values[reference] for reference in references]
 
 
-def call_timeout(role: str, silent: Sequence[int], method: str, timeout_s: float, hint: str) -> CallTimeout:
-    """Report to the master that these ranks have not answered in time, and return the error.
+def call_timeout(role: str, silent: Sequence[tuple[str, int]], method: str, timeout_s: float, hint: str) -> CallTimeout:
+    """Report to the master that these workers have not answered in time, and return the error.
 
-    For `hint` see `wait_all`.
+    Args:
+        role: Of the call.
+        silent: Role and rank of each worker; other roles if the call also waits for theirs, as a push of weights does.
+        method: Of the call.
+        timeout_s: Its deadline.
+        hint: See `wait_all`.
     """
-    report_call_timeout(role, list(silent), method, timeout_s)
-    names = ", ".join(map(str, silent))
-    text = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {names}{hint}"
-    return CallTimeout(text, role=role, ranks=silent, method=method)
+    others = sorted({its_role for its_role, _ in silent} - {role})
+    names = [
+        f"{'rank' if one == role else one} {', '.join(str(r) for its_role, r in silent if its_role == one)}"
+        for one in (role, *others)
+        if one in dict(silent)
+    ]
+    text = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for {' and '.join(names)}"
+    return _with_silent(CallTimeout(text + hint), role, silent, method, evidence=text)
+
+
+def _with_silent(
+    error: CallTimeout, role: str, silent: Sequence[tuple[str, int]], method: str, *, evidence: str
+) -> CallTimeout:
+    """Return the error with the workers that have not answered, after a report to the master."""
+    ranks: dict[str, list[int]] = {}
+    for its_role, rank in silent:
+        ranks.setdefault(its_role, []).append(rank)
+    report_call_timeout(f"{role}.{method}", ranks, evidence)
+    error.role, error.method, error.ranks, error.others = role, method, tuple(ranks.pop(role, ())), ranks
+    return error
 
 
 @dataclass
@@ -145,6 +167,10 @@ class _ResultReader:
     method: str
     deadline: float | None
     rank_of: Mapping[Any, int]
+
+    def address(self, reference: Any) -> tuple[str, int]:
+        """Return role and rank of the worker that computes a reference, which may be of another group."""
+        return _address(reference.task_id().actor_id().hex(), self.role, self.rank_of[reference])
 
     def seconds_left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -171,11 +197,21 @@ class _ResultReader:
             raise
         except Exception as error:
             self.raise_if_worker_lost([other for other in self.rank_of if other != reference], error)
+            if isinstance(error, CallTimeout) and not error.role and hasattr(error, "remote_traceback"):
+                raise self._with_waiting(error, reference) from error.__cause__
             if isinstance(error, OwnerDiedError):
                 raise ObjectLost(f"{self.role}-{self.rank_of[reference]}, {self.method}(): {OWNER_LOST_HINT}") from None
             if cause := broken_connection(error):
                 raise ConnectionLost(self.role, self.rank_of[reference], self.method, cause) from error
             raise
+
+    def _with_waiting(self, error: CallTimeout, reference: Any) -> CallTimeout:
+        """Return the error of a wait inside a worker, for a peer, with all workers that have not answered."""
+        import ray
+
+        _, pending = ray.wait(list(self.rank_of), num_returns=len(self.rank_of), timeout=0, fetch_local=False)
+        silent = sorted({self.address(one) for one in (reference, *pending)})
+        return _with_silent(error, self.role, silent, self.method, evidence=str(error))
 
     def value(self, reference: Any) -> Any:
         """Return the value of a ready result, or raise its error as the caller should see it."""
@@ -247,11 +283,15 @@ def _worker_lost(
     error: "OutOfMemoryError | RayActorError | WorkerCrashedError", role: str, rank: int, method: str
 ) -> WorkerLost:
     # Names the process that died. A healthy worker's call fails too when its argument is a dead worker's result.
-    lost_role, lost_rank = PROCESS.addresses.get(getattr(error, "actor_id", None) or "", (role, rank))
-    if lost_rank != rank or role not in lost_role.split("+"):
-        role, rank = lost_role, lost_rank
-    reason = await_report(getattr(error, "actor_id", None) or "")
-    return WorkerLost(role, rank, method, reason or describe_exit_report(str(error)))
+    actor_id = getattr(error, "actor_id", None) or ""
+    role, rank = _address(actor_id, role, rank)
+    return WorkerLost(role, rank, method, await_report(actor_id) or describe_exit_report(str(error)))
+
+
+def _address(actor_id: str, role: str, rank: int) -> tuple[str, int]:
+    """Return roles (joined by "+") and rank of an actor by its id (hex): the given ones if they are its or unknown."""
+    known_role, known_rank = PROCESS.addresses.get(actor_id, (role, rank))
+    return (role, rank) if known_rank == rank and role in known_role.split("+") else (known_role, known_rank)
 
 
 def describe_exit_report(report: str) -> str:

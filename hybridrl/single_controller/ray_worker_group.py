@@ -30,7 +30,6 @@ from hybridrl.single_controller.awaiting import TIMEOUT_HINT, ShardFetcher, wait
 from hybridrl.single_controller.cluster import get_value
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.process import lost_reason
-from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.host_start import find_host
 from hybridrl.single_controller.processes.liveness import LivenessChecker
@@ -191,7 +190,7 @@ class RayWorkerGroup(WorkerGroup[W]):
                 f"update_options({{'concurrency_groups': {{{invocation.threads!r}: {invocation.concurrency}}}}})"
             )
 
-    def call_through_actor(self, store: Any, method: str) -> OutputRefs:
+    def call_through_actor(self, store: Any, method: str, *, timeout_s: float) -> OutputRefs:
         """Have a `SnapshotStore` actor call a method on all ranks, so that the outputs outlive this driver.
 
         Raises:
@@ -199,7 +198,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             ray.exceptions.RayActorError: The actor is lost.
         """
         call = store.call.remote(self.workers, self._header(method))
-        answer = get_value(call, what=f"the snapshot store's call of {self.role}.{method}()", timeout_s=STORE_TIMEOUT_S)
+        answer = get_value(call, what=f"the snapshot store's call of {self.role}.{method}()", timeout_s=timeout_s)
         return self._references(method, range(self.world_size), *answer)
 
     def _references(

@@ -12,12 +12,16 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
+
+import numpy as np
 
 from hybridrl import single_controller
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.driver.run_context import RunContext
+from hybridrl.errors import NonFiniteError
 from hybridrl.framework.context import OnlineRLContext
 from hybridrl.framework.stage import DeviceSlots, Stage, StageFn
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup, launch_locally
@@ -38,10 +42,7 @@ from hybridrl.trainer.checkpoint.store import (
     write_run_state,
 )
 from hybridrl.trainer.data.prompt_loader import NoPrompts, PromptLoader
-from hybridrl.trainer.recovery.fixed_ranks import FixedRanks
-from hybridrl.trainer.recovery.nonfinite import NonFiniteGuard, train_with_rollbacks
-from hybridrl.trainer.recovery.step_retry import StepRetry
-from hybridrl.trainer.recovery.step_snapshot import ResumeState
+from hybridrl.trainer.recovery.policies import RankPolicy, ResumeState, RetryPolicy
 from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run.column_check import Column, column_checks
 from hybridrl.trainer.run.metrics import mean_metrics
@@ -49,7 +50,6 @@ from hybridrl.trainer.run.middleware import Middleware, apply_middleware
 from hybridrl.trainer.run.setup import (
     disable_tracing,
     enable_tracing,
-    is_due,
     open_tracking,
     run_directory,
     run_stages,
@@ -107,10 +107,10 @@ class Trainer:
         self.store = CheckpointStore(run_directory(trainer), keep=trainer.max_ckpt_to_keep)
         self.saver = CheckpointSaver(self.store, trainer, min_checkpoint_bytes=min_checkpoint_bytes(model))
         self.ledger = StepLedger(self.store.root, rows=num_rows)
-        self.nonfinite_guard = NonFiniteGuard(trainer.nonfinite)
+        self.step_retry = RetryPolicy()
         elastic = trainer.min_ranks > 0
-        self.ranks = (
-            recovery.ElasticRanks(self, cast(PPOConfig, config), resource_pool_manager) if elastic else FixedRanks()
+        self.rank_policy: RankPolicy = (
+            recovery.ElasticRanks(self, cast(PPOConfig, config), resource_pool_manager) if elastic else RankPolicy()
         )
         self.middleware: list[Middleware] = []
         self.groups: dict[str, Any] = {}
@@ -182,7 +182,7 @@ class Trainer:
             make_plan = functools.partial(
                 manager.plan, self.job, pool_of_role, colocate=trainer.colocate, worker_env=environment
             )
-            plan = self.ranks.plan(make_plan, job=self.job, reattach=reattach)
+            plan = self.rank_policy.plan(make_plan, job=self.job, reattach=reattach)
             timeout_s = trainer.placement_timeout_s
             manager.create_resource_pool(plan=plan, detached=detached, replace_timeout_s=timeout_s)
             launch = single_controller.launch.launch
@@ -193,14 +193,14 @@ class Trainer:
                 group.set_call_timeout(trainer.call_timeout_s)
                 if group.is_new:
                     self.init_role(role)
-            self.ranks.request_missing()
+            self.rank_policy.request_missing()
         except BaseException:
             self.shutdown()
             raise
 
     def shutdown(self) -> None:
         """Stop the worker processes and release their devices. Safe to call twice."""
-        self.ranks.stop()
+        self.rank_policy.stop()
         for group in self.groups.values():
             group.shutdown()
         self.groups = {}
@@ -221,13 +221,24 @@ class Trainer:
         """
         with self.context.termination.handle_sigterm():
             self._resume()
-            train_with_rollbacks(
-                functools.partial(self.ranks.run, self._train),
-                policy=self.config.trainer.nonfinite,
-                newest=lambda: self.saver.committed,
-                roll_back=self.load_checkpoint,
-            )
+            while True:
+                try:
+                    self.rank_policy.run(self._train)
+                    break
+                except NonFiniteError as error:
+                    path = self.nonfinite_guard.check_rollback(error, self.saver.committed)
+                self.load_checkpoint(path)
         return self.store.latest()
+
+    @functools.cached_property
+    def nonfinite_guard(self) -> Any:
+        """Reacts to updates that are not finite; made when the first one appears."""
+        return recovery.NonFiniteGuard(self.config.trainer.nonfinite)
+
+    def monitored(self) -> AbstractContextManager[None]:
+        """Return a block in which a master monitors this run (`trainer.master`). Shut the workers down after it."""
+        trainer = self.config.trainer
+        return recovery.run_under_master(self) if trainer.master and trainer.backend == "ray" else nullcontext()
 
     def _resume(self) -> None:
         self.identity = run_fingerprint(self.config)
@@ -244,9 +255,10 @@ class Trainer:
 
     def _train(self) -> None:
         """Train from the step after `global_steps` to the last one."""
-        self.step_retry = StepRetry(
-            self, self.resume_state, snapshot_freq=self.snapshot_freq, directory=self.store.root
-        )
+        if self.snapshot_freq:
+            self.step_retry = recovery.StepRetry(
+                self, self.resume_state, snapshot_freq=self.snapshot_freq, directory=self.store.root
+            )
         self.begin()
         self.utilization = Utilization.measure(self.model_uses(), self.groups)
         start, end = self.global_steps, self.total_training_steps
@@ -299,7 +311,8 @@ class Trainer:
         Raises:
             NonFiniteError: According to `trainer.nonfinite`.
         """
-        self.nonfinite_guard.check(updates, prefix=prefix, step=self.global_steps)
+        if np.any(updates.get(f"{prefix}/skipped", ())) or "nonfinite_guard" in vars(self):
+            self.nonfinite_guard.check(updates, prefix=prefix, step=self.global_steps)
         self.ledger.record_update(role, updates, prefix=prefix)
         return mean_metrics(updates)
 
@@ -308,21 +321,21 @@ class Trainer:
         epoch, rows = ctx.metrics.get("training/epoch"), ctx.get("prompt_rows", ())
         self.ledger.end_step(self.global_steps, epoch=epoch, prompts=rows, outcomes=ctx.get("group_outcomes"))
         terminating = self.context.termination.received
-        self.ranks.on_step()
-        can_grow = self.global_steps < self.total_training_steps and self.ranks.can_grow()
+        self.rank_policy.on_step()
+        can_grow = self.global_steps < self.total_training_steps and self.rank_policy.can_grow()
         due = terminating or can_grow or self.commit_is_due()
         self.step_retry.take_snapshot(force=due)
         if due:
             self.commit(required=terminating)
         if can_grow and self.saver.committed == self.store.path(self.global_steps):
-            ctx.finish = self.ranks.grows = True
+            ctx.finish = self.rank_policy.grows = True
         ctx.finish = ctx.finish or terminating
 
     # ---- checkpoints
 
     def is_due(self, freq: int) -> bool:
-        """Return whether this step is one of every `freq` steps, or the last one."""
-        return is_due(freq, self.global_steps, total_steps=self.total_training_steps)
+        """Return whether this step is one of every `freq` steps, or the last one; -1 means never."""
+        return freq > 0 and (self.global_steps % freq == 0 or self.global_steps == self.total_training_steps)
 
     def commit_is_due(self) -> bool:
         return self.is_due(self.config.trainer.save_freq)

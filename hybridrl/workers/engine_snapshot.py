@@ -1,6 +1,6 @@
 """Snapshot of a rank's share of an engine's state, in memory.
 
-`recovery/step_snapshot.py` takes it after a step and keeps it in the object store, so that it outlives the process. It
+`recovery/step_retry.py` takes it after a step and keeps it in the object store, so that it outlives the process. It
 runs in the worker process. Only an engine of the same layout can load it: the same ranks, each with the same share of
 the same model. Nothing is gathered, resharded or written, so it takes about as long as copying the bytes. For another
 layout, or for storage, use checkpoints.

@@ -16,6 +16,7 @@ import pytest
 from hybridrl.master.service.journal import replay
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
+from hybridrl.view.readers.failures import recoveries
 from tests.support.end_to_end.failing_runs import ON_RAY, ROOT, SAME
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
@@ -78,8 +79,8 @@ def seconds_back(done):
 
 def print_seconds(folder, what):
     """Print the seconds from each fault until the next driver has resumed."""
-    failures = [json.loads(line) for line in (folder / "run/failures.jsonl").read_text().splitlines()]
-    for hit, failure in zip(hits(folder), (one for one in failures if one["lost"] == ["trainer"]), strict=False):
+    failures = [one for one in recoveries(str(folder / "run")) if one["lost"] == ["trainer"]]
+    for hit, failure in zip(hits(folder), failures, strict=False):
         print(
             f"\n{what}: the next driver resumed after {failure['detected_at'] + failure['seconds'] - hit['at']:.1f} s"
         )
@@ -149,10 +150,7 @@ def test_no_process_waits_for_the_other_half_of_a_push(tmp_path, tiny_qwen2, aft
     done = run_with(tmp_path, tiny_qwen2, fault("SIGKILL", "update_weights", after_s), **separated)
     assert done.returncode == 0 and len(seconds_back(done)) == 1
     print_seconds(tmp_path, f"SIGKILL {after_s} s into a push to processes of their own")
-    [hit], [failure] = (
-        hits(tmp_path),
-        [json.loads(line) for line in (tmp_path / "run/failures.jsonl").read_text().splitlines()],
-    )
+    [hit], [failure] = hits(tmp_path), recoveries(str(tmp_path / "run"))
     assert failure["detected_at"] - hit["at"] < 20
     assert not audit(read_ledger(str(tmp_path / "run/ledger.jsonl"))).problems()
 

@@ -5,6 +5,7 @@ same faults.
 """
 
 import random
+import re
 
 import pytest
 
@@ -162,6 +163,26 @@ def test_a_process_that_hangs_is_killed_at_its_call_timeout_and_a_second_timeout
         3,
     ]
     assert [path.name for path in (tmp_path / "twice/run").glob("global_step_*")] == ["global_step_2"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "method", "lost"),
+    [
+        ("update_actor", "update_actor", ["actor-1"]),  # actor-0 waits for it, and does not answer either
+        ("update_weights", "send_weights", ["rollout-0", "actor-1"]),  # the call that is overdue is the rollout's
+    ],
+)
+def test_the_rank_that_sleeps_in_a_collective_is_the_one_that_is_replaced(tmp_path, tiny_qwen2, stage, method, lost):
+    one = fault(2, stage, "actor", 1, kind="hang", method=method)
+    changes = {"trainer__master": True, "actor_rollout_ref__rollout__n_gpus_per_node": 1, "trainer__call_timeout_s": 30}
+    done = run_with(tmp_path, tiny_qwen2, one, timeout_s=900, **changes)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"actor-1 blocks it: it is at \S*victim.py", done.stderr), done.stderr
+    [hit], [back] = hits(tmp_path), losses(tmp_path)
+    assert back["lost"] == lost
+    after = [stage["pids"] for stage in events(tmp_path, "stage") if stage["at"] > back["detected_at"]]
+    assert after and not any(hit["pid"] in pids for pids in after)
+    assert not audit(read_ledger(str(tmp_path / "run/ledger.jsonl"))).problems()
 
 
 @pytest.mark.parametrize(("stage", "method", "role", "rank"), MISTAKES)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.view.readers.failures import recoveries
 from tests.support.chaos.machines import can_simulate
 from tests.support.end_to_end.runs import metrics
 
@@ -68,7 +69,7 @@ def test_a_run_continues_without_the_node_of_its_rollout(tmp_path, tiny_qwen2, h
     done, said = trained(tmp_path, tiny_qwen2, "rollout", how)
     assert done.returncode == 0, done.stderr
     failed = next(one for one in said if "failures" in one)
-    [back] = [json.loads(line) for line in (tmp_path / "run/failures.jsonl").read_text().splitlines()]
+    [back] = recoveries(str(tmp_path / "run"))
     lost_at = next(one["at"] for one in said if "lost" in one)
     master_s, trainer_s = failed["at"] - lost_at, back["detected_at"] - lost_at
     print(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
+from hybridrl.view.readers.failures import recoveries
 from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with
 from tests.support.end_to_end.runs import assert_none_is_left, largest_difference, metrics, weights
 
@@ -43,8 +44,7 @@ def run_successfully(folder: Path, model: Path, *faults: dict, **changes: object
 
 def lost_workers(folder: Path) -> list[list[str]]:
     """Return the workers that the trainer restarted, per recovery."""
-    path = folder / "run/failures.jsonl"
-    return [json.loads(line)["lost"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [one["lost"] for one in recoveries(str(folder / "run"))]
 
 
 def assert_same_end(found: Path, wanted: Path, *, step: int = 3) -> None:

@@ -3,7 +3,6 @@
 One process generates, two train. Responses are so long that the trainer waits for them.
 """
 
-import json
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ import torch
 from hybridrl import main_ppo
 from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.view.readers.failures import recoveries
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -141,7 +141,7 @@ def test_losing_a_hybrid_process_while_it_generates_does_not_change_the_result(
     KillingTrainer.killed.clear()
     run(tmp_path / "well", tiny_qwen2)
     rows = run(tmp_path / "hit", tiny_qwen2, trainer_cls=KillingTrainer, **ON, **replicas)
-    lost = [json.loads(line)["lost"] for line in (tmp_path / "hit/run/failures.jsonl").read_text().splitlines()]
+    lost = [one["lost"] for one in recoveries(str(tmp_path / "hit/run"))]
     assert lost == [["actor_rollout-1"]] and KillingTrainer.killed == ["1", "2"]
     assert max(row[SHARE] for row in rows) > 0
     assert not audit(read_ledger(str(tmp_path / "hit/run/ledger.jsonl"))).problems()

@@ -9,12 +9,12 @@ hangs: it concludes without the stacks that arrive too late.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hybridrl.master.health.hang_diagnosis import Diagnosis, all_in_one_method, compare_stacks, find_culprit, frame_of
 from hybridrl.master.health.monitor import Monitor
-from hybridrl.master.state.events import WarningRaised
+from hybridrl.master.state.events import WarningRaised, role_of_slot
 
 STACKS_TIMEOUT_S = 2.0
 
@@ -24,9 +24,11 @@ class StackInquiry:
     """A pending request for stacks.
 
     Attributes:
-        asked: Slots whose stacks were requested.
+        asked: Slots whose stacks were requested, of the called role first.
+        method: `role.method` that takes too long.
         found: The diagnosis, if activities were sufficient for one.
-        overdue: Slots that missed a call deadline, if that was the cause.
+        is_overdue: The cause is a call that missed its deadline.
+        methods: Slot -> the method that it executes, if that is another one.
         stacks: Slot -> stack dump, as they arrive.
     """
 
@@ -34,7 +36,8 @@ class StackInquiry:
     asked: tuple[str, ...]
     method: str
     found: Diagnosis | None = None
-    overdue: tuple[str, ...] = ()
+    is_overdue: bool = False
+    methods: Mapping[str, str] = field(default_factory=dict)
     stacks: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -50,10 +53,15 @@ class HangDetector:
         request_stacks: Requests the stacks of a slot's process, if it is connected.
         journal: Directory for stack dumps. Used only if it is a local directory.
         hang_s: A method that takes longer than this, and than three times its longest time so far, is inspected.
+
+    Attributes:
+        findings: `role.method` of a call that missed its deadline -> which process blocks it, None if that is unknown.
+            Without an entry until the inquiry has ended. Other threads read it.
     """
 
     def __init__(self, monitor: Monitor, request_stacks: Callable[[str], None], *, journal: str, hang_s: float) -> None:
         self._monitor, self._request_stacks, self._journal, self._hang_s = monitor, request_stacks, journal, hang_s
+        self.findings: dict[str, Diagnosis | None] = {}
         self._inquiry: StackInquiry | None = None
         self._reported: set[tuple[str, str | None]] = set()
         self._num_files = 0
@@ -71,7 +79,9 @@ class HangDetector:
         # Processes that have answered cannot be the culprit.
         late = [activity for activity in self._monitor.activities() if activity.slot in overdue]
         found = find_culprit(late, threshold_s=0.0)
-        self._start_inquiry(StackInquiry(time.monotonic(), overdue, method, found, overdue))
+        self.findings.pop(method, None)
+        methods = {activity.slot: activity.method for activity in late if activity.method}
+        self._start_inquiry(StackInquiry(time.monotonic(), overdue, method, found, is_overdue=True, methods=methods))
 
     def check(self) -> WarningRaised | None:
         """Return a finding if an inquiry has finished.
@@ -111,18 +121,27 @@ class HangDetector:
             self._request_stacks(slot)
 
     def _conclude(self, inquiry: StackInquiry) -> WarningRaised | None:
-        found = inquiry.found
-        if found is None and len(inquiry.stacks) > 1:
-            found = compare_stacks(inquiry.stacks, method=inquiry.method)
+        found = inquiry.found or self._compare_peers(inquiry)
+        if inquiry.is_overdue:
+            self.findings[inquiry.method] = found
         if found is not None:
             location = self._save_stacks(found.culprit, inquiry)
             return WarningRaised(found.culprit, f"it blocks the job: {found.evidence}{location}")
-        if not inquiry.overdue:
+        if not inquiry.is_overdue:
             return None
-        slot, where = inquiry.overdue[0], "it sent no stack"
+        slot, where = inquiry.asked[0], "it sent no stack"
         if slot in inquiry.stacks:
             where = f"it is at {frame_of(inquiry.stacks[slot], inquiry.method)}"
         return WarningRaised(slot, f"{inquiry.method} is past its deadline: {where}{self._save_stacks(slot, inquiry)}")
+
+    def _compare_peers(self, inquiry: StackInquiry) -> Diagnosis | None:
+        """Return the process whose stack differs from those of its role, the called role first."""
+        for label in dict.fromkeys(map(role_of_slot, inquiry.asked)):
+            peers = {slot: text for slot, text in inquiry.stacks.items() if role_of_slot(slot) == label}
+            method = next((inquiry.methods[slot] for slot in peers if slot in inquiry.methods), inquiry.method)
+            if found := compare_stacks(peers, method=method):
+                return found
+        return None
 
     def _save_stacks(self, slot: str, inquiry: StackInquiry) -> str:
         """Write the stacks to a file; return the suffix of the warning that names it.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hybridrl.master.state.events import DRIVERS, role_of_slot
 
-COLLECTIVE = ("distributed_c10d.py", "torch/distributed", "process_group")
+TORCH, COLLECTIVE = "/torch/", ("distributed_c10d.py", "torch/distributed", "process_group")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def compare_stacks(stacks: Mapping[str, str], *, method: str) -> Diagnosis | Non
     counts = Counter(frames.values())
     if len(counts) < 2:
         return None
-    outside = [slot for slot, frame in frames.items() if not any(word in frame for word in COLLECTIVE)]
+    outside = [slot for slot, text in stacks.items() if not _is_in_collective(text, method)]
     unique = [slot for slot, frame in frames.items() if counts[frame] == 1]
     candidates = outside if len(outside) == 1 else unique
     if len(candidates) != 1:
@@ -153,10 +153,25 @@ def compare_stacks(stacks: Mapping[str, str], *, method: str) -> Diagnosis | Non
 
 def frame_of(dump: str, method: str) -> str:
     """Return the innermost frame of the thread that runs `role.method`, as `file:line in function`."""
-    threads = [block.splitlines() for block in dump.split("\n\n")]
-    running = [lines for lines in threads if any(f" in {method.rpartition('.')[2]}" in line for line in lines)]
-    lines = [line.strip() for line in (running or threads)[0] if line.strip().startswith("File ")]
+    lines = _frames(dump, method)
     if not lines:
         return "an unknown place"
     _, path, rest = lines[0].split('"', 2)
     return f"{path}:{rest.replace(', line ', '').strip()}"
+
+
+def _frames(dump: str, method: str) -> list[str]:
+    """Return the lines of the frames of the thread that runs `role.method`, the innermost first."""
+    threads = [block.splitlines() for block in dump.split("\n\n")]
+    running = [lines for lines in threads if any(f" in {method.rpartition('.')[2]}" in line for line in lines)]
+    return [line.strip() for line in (running or threads)[0] if line.strip().startswith("File ")]
+
+
+def _is_in_collective(dump: str, method: str) -> bool:
+    """Return whether the innermost frames, up to the first one outside of torch, include a collective."""
+    for line in _frames(dump, method):
+        if any(word in line for word in COLLECTIVE):
+            return True
+        if TORCH not in line:
+            break
+    return False

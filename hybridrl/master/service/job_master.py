@@ -11,7 +11,7 @@ import resource
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ from hybridrl.master.state.events import (
     KillProcess,
     Kind,
     NotifyTrainer,
-    RecoveryDecided,
     RecoveryNeeded,
     ReleaseJob,
     StopRequested,
@@ -92,7 +91,7 @@ class MasterLoop:
         self._nodes: dict[str, dict[str, Any]] = {}  # node id -> its entry in `ray.nodes()`
         run_directory = os.path.dirname(os.path.abspath(journal))
         self.monitor = Monitor(self.machine_id, self._probe_remote, self._node_loss_reason, run_directory=run_directory)
-        self._hangs = HangDetector(self.monitor, self._request_stacks, journal=journal, hang_s=settings.hang_s)
+        self.hangs = HangDetector(self.monitor, self._request_stacks, journal=journal, hang_s=settings.hang_s)
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._probes: list[tuple[Any, Callable[[ProcessStat | None], None]]] = []
         self._by_slot: dict[str, Connection] = {}
@@ -147,7 +146,7 @@ class MasterLoop:
             if isinstance(event, WorkerFailed) and event.kind in (Kind.DIED, Kind.NODE):
                 self._report_lost_worker(event)
         self._collect_probes()
-        if (warning := self._hangs.check()) is not None:
+        if (warning := self.hangs.check()) is not None:
             logger.warning("%s: %s", warning.slot, warning.text)
             self._apply(warning)
         if not self.journal.is_durable:
@@ -169,13 +168,11 @@ class MasterLoop:
             report = {name: value for name, value in message["report"].items() if name != "number"}
             if "call_timeout" in report:
                 self._on_call_timeout(**report["call_timeout"])
-            elif "decision" in report:
-                self._apply(RecoveryDecided(**report["decision"]))
             else:
                 self._apply(decode(report))
             connection.send({"acknowledge": message["report"]["number"]})
         if "stacks" in message:
-            self._hangs.add_stacks(slot, message["stacks"])
+            self.hangs.add_stacks(slot, message["stacks"])
 
     def _apply(self, event: Event) -> None:
         self._execute(self.journal.apply(event))
@@ -315,21 +312,19 @@ class MasterLoop:
 
     # -- calls and hangs
 
-    def _on_call_timeout(self, role: str, ranks: list[int], method: str, timeout_s: float) -> None:
+    def _on_call_timeout(self, call: str, silent: Mapping[str, Sequence[int]], evidence: str) -> None:
         """Record a call that missed its deadline, and start an inquiry about the process that blocks it."""
         workers = self.journal.state.workers
         overdue = [
             slot
+            for its_role, ranks in silent.items()
             for slot, worker in workers.items()
-            for rank in ranks
-            if slot_matches(slot, role, rank) and worker.state in PRESENT
+            if worker.state in PRESENT and any(slot_matches(slot, its_role, rank) for rank in ranks)
         ]
         if not overdue:  # of another job, not set up yet, or lost
             return
-        waiting = ", ".join(map(str, ranks))
-        evidence = f"{role}.{method}() did not answer within {timeout_s:g} s; still waiting for rank {waiting}"
         self._apply(WorkerFailed(Kind.CALL, overdue[0], workers[overdue[0]].pid, evidence))
-        self._hangs.inspect_now(tuple(overdue), f"{role}.{method}")
+        self.hangs.inspect_now(tuple(overdue), call)
 
     def _request_stacks(self, slot: str) -> None:
         if slot in self._by_slot:
@@ -402,6 +397,23 @@ class JobMaster:
                 return worker.exit_reason
             time.sleep(0.02)
         return ""
+
+    def find_blocking(self, call: str, timeout_s: float) -> tuple[str, int, str] | None:
+        """Return label, rank and evidence of the process that blocks a call past its deadline.
+
+        Waits for the end of the inquiry, at most `timeout_s`. None: it found nobody, or there was none.
+
+        Args:
+            call: `role.method`, as the call was reported.
+            timeout_s: Longest wait.
+        """
+        until = time.monotonic() + timeout_s
+        while call not in (findings := self.master.hangs.findings) and time.monotonic() < until:
+            time.sleep(0.02)
+        if (found := findings.get(call)) is None:
+            return None
+        label, _, rank = found.culprit.rpartition("-")
+        return label, int(rank), found.evidence
 
     def is_finished(self) -> bool:
         """Return whether the job has ended."""

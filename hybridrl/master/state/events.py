@@ -134,6 +134,40 @@ class RecoveryDecided:
     limit: int
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class RecoveryCompleted:
+    """All roles are at the end of a step again, and the trainer runs the next one again.
+
+    Attributes:
+        step: The step in which processes were lost.
+        lost: Their slots.
+        method: What the first of them executed. "": the driver was lost.
+        detected_at: When the trainer knew, in seconds since 1970.
+        seconds: From then until all roles were back.
+        parts: Part of the recovery -> its seconds.
+        back_at_step: The completed step that the roles are at.
+    """
+
+    step: int
+    lost: tuple[str, ...]
+    detected_at: float
+    seconds: float
+    back_at_step: int
+    method: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
+        took = f"{self.seconds:.1f} s: {parts}" if parts else f"{self.seconds:.1f} s"
+        return (
+            f"recovered: all roles are at the end of step {self.back_at_step} ({took}); retrying step "
+            f"{self.back_at_step + 1}"
+        )
+
 
 @dataclass(frozen=True)
 class StepCompleted:
@@ -219,6 +253,7 @@ Event = (
     | WorkerRecovered
     | WorkerFailed
     | RecoveryDecided
+    | RecoveryCompleted
     | StepCompleted
     | CheckpointCommitted
     | WorkerLeft
@@ -237,6 +272,7 @@ EVENTS: dict[str, type[Event]] = {
         WorkerRecovered,
         WorkerFailed,
         RecoveryDecided,
+        RecoveryCompleted,
         StepCompleted,
         CheckpointCommitted,
         WorkerLeft,

@@ -24,6 +24,7 @@ from hybridrl.master.state.events import (
     Kind,
     NotifyTrainer,
     RanksChanged,
+    RecoveryCompleted,
     RecoveryDecided,
     RecoveryNeeded,
     ReleaseJob,
@@ -52,6 +53,12 @@ from hybridrl.master.state.tables import (
 )
 
 MAX_LISTED = 20  # failures, decisions and warnings each
+MOVES: Mapping[type[Event], str] = {  # event of a worker -> event of its state table
+    WorkerSilent: "go_silent",
+    WorkerRecovered: "recover",
+    WorkerLeft: "end",
+    WorkerReplaced: "replace",
+}
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class JobState:
     commit: str = ""
     commit_step: int = 0
     failures: tuple[str, ...] = ()  # the newest ones, as sentences
-    decisions: tuple[str, ...] = ()  # the newest ones, as sentences
+    decisions: tuple[str, ...] = ()  # the newest ones, and how they ended, as sentences
     warnings: tuple[str, ...] = ()  # the newest ones
     reason: str = ""  # of the end
 
@@ -152,39 +159,26 @@ def unfinished_effects(state: JobState) -> tuple[Effect, ...]:
     return (RecoveryNeeded(state.driver, driver.exit_reason),) if lost else ()
 
 
-def _record(
-    state: JobState,
-    event: JobStarted
-    | WorkerJoined
-    | WorkerSilent
-    | WorkerRecovered
-    | WorkerLeft
-    | WorkerReplaced
-    | StepCompleted
-    | CheckpointCommitted
-    | RecoveryDecided,
-) -> JobState:
+def _record(state: JobState, event: Event) -> JobState:
     """Return the state after an event without effects."""
     match event:
         case JobStarted():
             return _start_job(state, event)
         case WorkerJoined():
             return _add_worker(state, event)
-        case WorkerSilent():
-            return _move_worker(state, event.slot, event.pid, "go_silent")
-        case WorkerRecovered():
-            return _move_worker(state, event.slot, event.pid, "recover")
-        case WorkerLeft():
-            return _move_worker(state, event.slot, event.pid, "end")
-        case WorkerReplaced():
-            return _move_worker(state, event.slot, event.pid, "replace")
+        case WorkerSilent() | WorkerRecovered() | WorkerLeft() | WorkerReplaced():
+            return _move_worker(state, event.slot, event.pid, MOVES[type(event)])
         case StepCompleted():
             return _step(state, event)
         case CheckpointCommitted():
             return _commit(state, event)
-        case RecoveryDecided():
-            text = f"step {state.step}: {event.text}"
-            return replace(state, decisions=(*state.decisions, text)[-MAX_LISTED:])
+        case RecoveryDecided() | RecoveryCompleted():
+            return _list_decision(state, str(event))
+    return state
+
+
+def _list_decision(state: JobState, text: str) -> JobState:
+    return replace(state, decisions=(*state.decisions, f"step {state.step}: {text}")[-MAX_LISTED:])
 
 
 def _start_job(state: JobState, event: JobStarted) -> JobState:
@@ -246,8 +240,7 @@ def _change_ranks(state: JobState, event: RanksChanged) -> JobState:
         slot: worker if slot == state.driver else replace(worker, state=next_state(WORKER, worker.state, "end"))
         for slot, worker in state.workers.items()
     }
-    decisions = (*state.decisions, f"step {state.step}: {event.text}")[-MAX_LISTED:]
-    state = replace(state, workers=workers, sizes=state.sizes | event.sizes, decisions=decisions)
+    state = _list_decision(replace(state, workers=workers, sizes=state.sizes | event.sizes), event.text)
     for label in state.roles:
         state = _move_role(state, label, "rebuild")
     return _move_job(state, "failure")

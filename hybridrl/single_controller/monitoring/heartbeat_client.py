@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hybridrl.errors import CallTimeout
 from hybridrl.single_controller.cluster import NAMESPACE, get_value
 from hybridrl.single_controller.monitoring.capacity import MemoryProbe, disk_capacity
 from hybridrl.single_controller.monitoring.process import PROCESS, mark_lost
@@ -86,6 +87,24 @@ class HeartbeatClient:
         while self._unacknowledged and time.monotonic() < until:
             time.sleep(0.01)
         return not self._unacknowledged
+
+    def ask(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Return what a method of the master's actor returns, called when it has acknowledged every message.
+
+        None if the master is gone or does not answer within `timeout_s`.
+        """
+        import ray
+
+        until = time.monotonic() + timeout_s
+        try:
+            if not self.drain(timeout_s):
+                return None
+            master: Any = ray.get_actor(self._master, namespace=NAMESPACE)
+            call = getattr(master, method).remote(*args, until - time.monotonic())
+            return get_value(call, what=f"the master's {method}", timeout_s=until - time.monotonic())
+        except (ray.exceptions.RayError, CallTimeout, ValueError) as error:  # ValueError: there is no such actor
+            logger.warning("the master did not answer %s (%s: %s)", method, type(error).__name__, error)
+            return None
 
     def stop(self, *, timeout_s: float = 2.0) -> None:
         """Sign off and end the thread."""

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridrl.failure_policy import Decision
+if TYPE_CHECKING:
+    from hybridrl.failure_policy import Decision
 
 logger = logging.getLogger(__name__)
 REPORT_TIMEOUT_S = 3.0  # Ray may notice a death some milliseconds before the master has read the exit status
@@ -70,6 +71,9 @@ class MasterConnection(Protocol):
     def drain(self, timeout_s: float) -> bool:
         """Wait until the master has acknowledged every message; return whether it has."""
         ...
+
+    def ask(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Return what a method of the master returns after all messages; None without an answer in time."""
 
     def stop(self) -> None:
         """Close the connection."""
@@ -162,17 +166,40 @@ def await_report(actor: str) -> str | None:
     return reason
 
 
-def report_call_timeout(role: str, ranks: Sequence[int], method: str, timeout_s: float) -> None:
-    """Report to the master that workers did not answer a call in time."""
+def ask_master(method: str, *args: Any, timeout_s: float) -> Any:
+    """Return the answer of this process's master to a question, which it gets after all reports.
+
+    None without a master, or without an answer within `timeout_s`.
+    """
+    return None if PROCESS.master is None else PROCESS.master.ask(method, *args, timeout_s=timeout_s)
+
+
+def report_call_timeout(call: str, silent: Mapping[str, Sequence[int]], evidence: str) -> None:
+    """Report to the master that workers did not answer a call in time.
+
+    Args:
+        call: `role.method`.
+        silent: Role -> ranks that did not answer.
+        evidence: The same as a sentence.
+    """
     if (master := PROCESS.master) is not None:
-        call = {"role": role, "ranks": list(ranks), "method": method, "timeout_s": timeout_s}
-        master.send({"call_timeout": call})
+        master.send({"call_timeout": {"call": call, "silent": dict(silent), "evidence": evidence}})
 
 
-def report_decision(decision: Decision) -> None:
+def report_event(name: str, **fields: Any) -> bool:
+    """Report an event (`master/state/events.py`), which the master writes into the job's journal; returns at once.
+
+    Returns:
+        Whether this process has a master.
+    """
+    if (master := PROCESS.master) is not None:
+        master.send({"event": name, **fields})
+    return master is not None
+
+
+def report_decision(decision: "Decision") -> None:
     """Report to the master what follows a failure."""
-    if (master := PROCESS.master) is not None:
-        master.send({"decision": decision.to_json()})
+    report_event("RecoveryDecided", **decision.to_json())
 
 
 def report_ranks(sizes: Mapping[str, int], text: str) -> None:
@@ -184,9 +211,6 @@ def report_ranks(sizes: Mapping[str, int], text: str) -> None:
         sizes: Roles of a process, joined by "+" -> number of processes.
         text: Why, as a sentence.
     """
-    if (master := PROCESS.master) is not None:
-        master.send({"event": "RanksChanged", "sizes": dict(sizes), "text": text})
-        if not master.drain(RANKS_TIMEOUT_S):
-            logger.warning(
-                "the master did not answer within %g s; it may report ended workers as lost", RANKS_TIMEOUT_S
-            )
+    report_event("RanksChanged", sizes=dict(sizes), text=text)
+    if (master := PROCESS.master) is not None and not master.drain(RANKS_TIMEOUT_S):
+        logger.warning("the master did not answer within %g s; it may report ended workers as lost", RANKS_TIMEOUT_S)

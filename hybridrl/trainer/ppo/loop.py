@@ -18,7 +18,7 @@ from hybridrl.driver.run_context import RunContext
 from hybridrl.framework.stage import DeviceSlots
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
-from hybridrl.trainer import ppo
+from hybridrl.trainer import ppo, recovery
 from hybridrl.trainer.checkpoint.step_ledger import LEDGER
 from hybridrl.trainer.data.prompt_dataset import collate_fn, load_prompt_data
 from hybridrl.trainer.data.prompt_loader import StepPrompts
@@ -49,7 +49,7 @@ from hybridrl.trainer.ppo.stages import (
 )
 from hybridrl.trainer.ppo.update_batch import call_balanced, num_optimizer_steps, select_columns
 from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
-from hybridrl.trainer.recovery.step_snapshot import load_resume_state
+from hybridrl.trainer.recovery.policies import ResumeState
 from hybridrl.trainer.roles import ResourcePoolManager, Role, check_worker_classes, worker_role
 from hybridrl.trainer.run.middleware import BatchContext, load_middleware
 from hybridrl.trainer.run.state import Parts
@@ -86,7 +86,10 @@ class PPOLoop(Trainer):
         self.generator: Generator = agent_loops or BatchedGenerator()
         self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
         check_worker_classes(role_worker_mapping)
-        resume_state = load_resume_state(config.trainer, context.lifecycle)
+        lifecycle, run_name = context.lifecycle, f"{config.trainer.experiment_name}-{context.run_id}"
+        resume_state = (
+            recovery.load_surviving_state(run_name, lifecycle) if lifecycle.is_supervised else ResumeState(run_name)
+        )
         middleware = load_middleware(config.trainer.middleware)
         check_roles(
             config, set(role_worker_mapping), has_reward=reward_fn is not None, has_agent_loops=agent_loops is not None
@@ -145,7 +148,7 @@ class PPOLoop(Trainer):
         self.launch_workers(
             classes,
             {str(role): manager.mapping[role] for role in self.role_worker_mapping},
-            detached=self.resume_state.is_supervised,
+            detached=self.resume_state.outlives_driver,
             reattach=self.resume_state.snapshot is not None,
         )
         self.policy = make_policy_workers(self.groups, manager, self.config)

@@ -413,7 +413,7 @@ class RayPPOTrainer(PPOLoop):
         ctx.metrics |= self.saver.metrics()
         if not self.config.distillation.in_loss:
             self.no_signal.check(ctx.metrics, step=self.global_steps)
-        ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics() | self.ranks.metrics()
+        ctx.metrics |= self.ledger.metrics() | self.step_retry.metrics() | self.rank_policy.metrics()
         if directory := self.config.trainer.rollout_data_dir:
             updated = ctx.get("own_log_probs")
             ppo.record_tokens(directory, ctx.batch, self.tokenizer, step=self.global_steps, updated=updated)

@@ -35,7 +35,7 @@ from hybridrl.single_controller.placement.placement_groups import (
 )
 from hybridrl.single_controller.processes.termination import kill_run
 from hybridrl.trainer.checkpoint.saver import CheckpointSaver
-from hybridrl.trainer.recovery.fixed_ranks import FixedRanks
+from hybridrl.trainer.recovery.policies import RankPolicy
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
 
@@ -82,7 +82,7 @@ class Restartable(Protocol):
         """Set all roles and the driver's own state to the checkpoint at `path`."""
 
 
-class ElasticRanks(FixedRanks):
+class ElasticRanks(RankPolicy):
     """The number of ranks of a run.
 
     Args:

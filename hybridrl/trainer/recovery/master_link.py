@@ -1,10 +1,12 @@
-"""Connect a trainer to the job master: report stages, steps, commits and how the job ends.
+"""Connect a run to the job master: report stages, steps, commits, and how the job ends. Makes no recovery decision.
 
-`main_ppo` and `main_sft` wrap their training in `run_under_master`; runs in the driver. Makes no recovery decision. A
-run without a master does not load the master's code.
+`Trainer.monitored` calls `run_under_master` in the driver. The supervisor (`driver/supervisor.py`) calls
+`report_final_decision` in its own process when it gives up. A master that still runs writes that into the journal;
+without one no other process does, and it is written here.
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,18 +15,22 @@ from typing import Any
 from hybridrl import master
 from hybridrl.config import SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
+from hybridrl.driver.ray_cluster import existing_cluster, start_ray
 from hybridrl.errors import WorkerLost
+from hybridrl.failure_policy import Decision
 from hybridrl.framework.loop import Task
 from hybridrl.framework.stage import StageFn, spec_of
-from hybridrl.single_controller.cluster import MASTER
+from hybridrl.single_controller.cluster import MASTER, find_actor, master_name
 from hybridrl.single_controller.monitoring.process import report_decision
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.setup import run_directory
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def run_under_master(trainer: Any) -> Iterator[None]:
-    """Monitor the block with a job master if `trainer.master` is set (backend ray only).
+    """Monitor the block with a job master.
 
     A `WorkerLost` raised in the block gets the reason why its worker ended. Shut the workers down after the block, so
     that the master does not count their end as a failure.
@@ -33,9 +39,6 @@ def run_under_master(trainer: Any) -> Iterator[None]:
         trainer: A `RayPPOTrainer` or an `SFTTrainer` whose workers do not run yet.
     """
     settings, lifecycle = trainer.config.trainer, trainer.context.lifecycle
-    if not settings.master or settings.backend != "ray":
-        yield
-        return
     journal = os.path.join(journal_root(settings), trainer.job)
     with master.MasterClient(
         job=settings.experiment_name, run=trainer.job, journal=journal, **_recovery_options(trainer)
@@ -66,7 +69,7 @@ def _recovery_options(trainer: Any) -> dict[str, Any]:
     replaceable = rollout.mode == "async" and rollout.n_gpus_per_node
     return {
         "replicas": (str(Role.Rollout),) if replaceable else (),  # the router goes on without a replica
-        "restarts_driver": trainer.resume_state.is_supervised,
+        "restarts_driver": trainer.resume_state.outlives_driver,
         "is_restart": trainer.resume_state.snapshot is not None,
         "supervisor_pid": os.getppid() if trainer.context.lifecycle.is_supervised else 0,
     }
@@ -98,3 +101,63 @@ def _reported(fn: StageFn, name: str, watch: "master.MasterClient", trainer: Any
                 watch.report_commit(trainer.global_steps, newest)
 
     return reported
+
+
+# -- the end of a run whose supervisor gives up
+
+
+def report_final_decision(config: TrainerConfig, run_id: str, decision: Decision, *, num_nodes: int = 1) -> None:
+    """Record the decision, and that the job failed.
+
+    A failure of this report is logged; it changes no exit code.
+
+    Args:
+        config: Settings of the run.
+        run_id: Of the supervisor's drivers.
+        decision: What the supervisor decided.
+        num_nodes: Machines that the job needs, as for `start_ray`.
+    """
+    run = _newest_job(journal_root(config), f"{config.experiment_name}-{run_id}")
+    if run is None:  # no driver came so far
+        return
+    journal = os.path.join(journal_root(config), run)
+    try:
+        if not _sent_to_master(config, run, journal, decision, num_nodes=num_nodes):
+            _write(journal, decision)
+    except Exception as error:
+        logger.warning("the decision of the supervisor is not in the journal %s (%s)", journal, error)
+
+
+def _newest_job(root: str, run_name: str) -> str | None:
+    """Return the name of the newest job of these drivers: one without a snapshot starts job `run_name`.ATTEMPT."""
+    names = os.listdir(root) if os.path.isdir(root) else []
+    attempts = {int(name.rpartition(".")[2]): name for name in names if name.startswith(f"{run_name}.")}
+    return attempts[max(attempts)] if attempts else run_name if run_name in names else None
+
+
+def _sent_to_master(config: TrainerConfig, run: str, journal: str, decision: Decision, *, num_nodes: int) -> bool:
+    """Send the decision to the job's master. Returns False if none runs."""
+    import ray
+
+    if is_connected_here := not ray.is_initialized():
+        if existing_cluster(num_nodes=num_nodes) is None:  # the supervisor's own, and its master, are gone
+            return False
+        start_ray(num_nodes=num_nodes)
+    try:
+        if find_actor(master_name(run)) is None:
+            return False
+        client = master.MasterClient(job=config.experiment_name, run=run, journal=journal, is_restart=True)
+        report_decision(decision)
+        client.finish_job(succeeded=False, reason=str(decision))
+        client.close()
+        return True
+    finally:
+        if is_connected_here:
+            ray.shutdown()
+
+
+def _write(journal: str, decision: Decision) -> None:
+    state = master.JournaledState(journal)
+    state.apply(master.RecoveryDecided(**decision.to_json()))
+    state.apply(master.JobEnded(False, str(decision)))
+    state.close()

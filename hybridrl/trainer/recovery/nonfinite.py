@@ -7,11 +7,11 @@ were. So no checkpoint ever contains it. The policy decides what the driver does
     rollback  load the newest checkpoint and train on from there; after some rollbacks to the same one the run ends
     stop      end the run
 
-`failure_policy.py` has both limits. Used by the PPO and SFT trainers, in the driver.
+`failure_policy.py` has both limits. The trainers make a guard when the first such update appears; runs in the driver.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -30,11 +30,12 @@ HINTS = {
 
 
 class NonFiniteGuard:
-    """Checks every update against the policy `trainer.nonfinite`."""
+    """Checks updates against the policy `trainer.nonfinite`, from the first one that is not finite on."""
 
     def __init__(self, policy: str):
         self.policy = policy
-        self._budgets = Budgets()  # consecutive steps without an applied update, by metric prefix
+        self._budgets = Budgets()  # steps in a row without an applied update, by metric prefix, and rollbacks
+        self._rolled_back_to: str | None = None
 
     def check(self, updates: Mapping[str, Sequence[float]], *, prefix: str, step: int) -> None:
         """Check one update.
@@ -72,6 +73,29 @@ class NonFiniteGuard:
             )
         logger.warning("%s", decision)
 
+    def check_rollback(self, error: NonFiniteError, path: str | None) -> str:
+        """Return the checkpoint to roll back to after an error.
+
+        Args:
+            error: Raised again if the policy, or the limit, does not allow a rollback.
+            path: The newest checkpoint, None if there is none.
+        """
+        if self.policy != "rollback":
+            raise error
+        if path is None:
+            error.add_note("there is no checkpoint to roll back to yet; trainer.save_freq=N commits one every N steps")
+            raise error
+        if path != self._rolled_back_to:
+            self._budgets.refill(Refill.OTHER_CHECKPOINT)
+        self._rolled_back_to = path
+        decision = self._budgets.spend(Failure(FailureKind.UPDATE_REJECTED, str(error), target=path))
+        report_decision(decision)
+        if not decision.is_granted:
+            error.add_note(f"it happened again after each of {decision.limit} rollbacks to {path}")
+            raise error
+        logger.warning("%s", decision)
+        return path
+
 
 def _describe_update(updates: Mapping[str, Sequence[float]], prefix: str) -> str:
     """Return whose loss or gradient is not finite, and in which share of the update's optimizer steps."""
@@ -88,39 +112,3 @@ def _owner(prefix: str) -> str:
 
 def _values(updates: Mapping[str, Sequence[float]], name: str) -> np.ndarray:
     return np.asarray(updates.get(name, ()), dtype=np.float64).ravel()
-
-
-def train_with_rollbacks(
-    train: Callable[[], None], *, policy: str, newest: Callable[[], str | None], roll_back: Callable[[str], None]
-) -> None:
-    """Run `train`; with policy rollback, load the newest checkpoint after a NonFiniteError and run it again.
-
-    Args:
-        train: Trains from the current step to the last one.
-        policy: `trainer.nonfinite`.
-        newest: Returns the path of the checkpoint to roll back to, None if there is none.
-        roll_back: Loads the checkpoint at a path.
-    """
-    budgets, last = Budgets(), None
-    while True:
-        try:
-            return train()
-        except NonFiniteError as error:
-            path = newest()
-            if policy != "rollback":
-                raise
-            if path is None:
-                error.add_note(
-                    "there is no checkpoint to roll back to yet; trainer.save_freq=N commits one every N steps"
-                )
-                raise
-            if path != last:
-                budgets.refill(Refill.OTHER_CHECKPOINT)
-            last = path
-            decision = budgets.spend(Failure(FailureKind.UPDATE_REJECTED, str(error), target=path))
-            report_decision(decision)
-            if not decision.is_granted:
-                error.add_note(f"it happened again after each of {decision.limit} rollbacks to {path}")
-                raise
-            logger.warning("%s", decision)
-            roll_back(path)

@@ -14,7 +14,8 @@ So every completed step was applied exactly once. `failure_policy.py` limits the
 retried, because they would only repeat. A lost node takes the snapshots in its object store with it; then, and beyond
 the limits, a new job resumes from the newest checkpoint.
 
-Called by `Trainer`; runs in the driver. Every recovery is one line of `failures.jsonl` in the run directory.
+Called by `Trainer`; runs in the driver. Every recovery is an event of the master's journal (`RecoveryCompleted`); in a
+run without a master, a line of `failures.jsonl` in the run directory, with the same fields.
 """
 
 import json
@@ -22,18 +23,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from hybridrl import master
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Refill
-from hybridrl.single_controller.monitoring.process import PartTimes, report_decision
-from hybridrl.trainer.recovery.step_snapshot import ResumeState, StepSnapshot
+from hybridrl.master.state.events import TRAINER, RecoveryCompleted
+from hybridrl.single_controller.monitoring.process import PartTimes, ask_master, report_decision, report_event
+from hybridrl.trainer.recovery.policies import ResumeState, RetryPolicy, StepSnapshot
 from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
 
 logger = logging.getLogger(__name__)
 FILE = "failures.jsonl"
+BLOCKING_TIMEOUT_S = 5.0  # for the master, which collects stacks for 2 s
 
 
 class Recoverable(Protocol):
@@ -70,13 +73,13 @@ class Recoverable(Protocol):
         """Bring roles without a snapshot to the restored step; raises WorkerLost if another worker is lost."""
 
 
-class StepRetry:
+class StepRetry(RetryPolicy):
     """Snapshots of a run's steps, and the recovery of lost workers from them.
 
     Args:
         trainer: The trainer whose steps are run.
         resume_state: Stores snapshots for the next driver.
-        snapshot_freq: Steps between two snapshots. 0: no snapshots, and a lost worker ends the run.
+        snapshot_freq: Steps between two snapshots.
         directory: Run directory, for `failures.jsonl`.
     """
 
@@ -90,9 +93,11 @@ class StepRetry:
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
 
     def run_with_retry(self, work: Callable[[], None]) -> None:
-        """Run `work`; after a loss restore the snapshot and run it again.
+        """Run `work` from the trainer's current step on; after a loss restore the snapshot and run it again.
 
-        It starts at the trainer's current step.
+        Consumes: WorkerLost and CallTimeout of the calls in `work`.
+        Waits for: the calls of `work`, which wait for workers.
+        Unblocked by: a call's answer, the loss of its process, or its deadline (`trainer.call_timeout_s`).
 
         Raises:
             WorkerLost, CallTimeout: There is no snapshot, or the limits are used up.
@@ -103,18 +108,16 @@ class StepRetry:
             except (WorkerLost, CallTimeout) as error:
                 if self._snapshot is None:
                     raise
-                self._recover(self._loss(error), self._snapshot)
+                self._recover(self._as_lost(error), self._snapshot)
 
     def take_snapshot(self, *, force: bool = False) -> None:
-        """Store a snapshot of this step if one is due.
-
-        Returns when every rank has stored its part.
+        """Store a snapshot of this step if one is due; returns when every rank has stored its part.
 
         Args:
-            force: Take one at any step (never with `snapshot_freq` 0).
+            force: Take one at any step.
         """
         trainer = self._trainer
-        if not self._snapshot_freq or (trainer.global_steps % self._snapshot_freq and not force):
+        if trainer.global_steps % self._snapshot_freq and not force:
             return
         start = time.perf_counter()
         engine_refs = self._resume_state.call_surviving(trainer.trained_groups(), "take_snapshot")
@@ -127,20 +130,13 @@ class StepRetry:
 
     def resume(self, snapshot: StepSnapshot) -> None:
         """Bring all roles to the step of a previous driver's snapshot."""
-        detected_at, start = time.time(), time.monotonic()
         self._newest = self._trainer.global_steps = snapshot.step
-        self._rewind([], snapshot)
-        seconds, attempt = time.monotonic() - start, self._trainer.context.lifecycle.attempt
-        logger.warning("driver attempt %d resumed at the end of step %d after %.1f s", attempt, snapshot.step, seconds)
-        self._record(
-            {
-                "step": snapshot.step + 1,
-                "lost": [master.TRAINER],
-                "detected_at": detected_at,
-                "seconds": seconds,
-                "back_at_step": snapshot.step,
-            }
+        back = replace(self._rewind([], snapshot), step=snapshot.step + 1, lost=(TRAINER,))
+        attempt = self._trainer.context.lifecycle.attempt
+        logger.warning(
+            "driver attempt %d resumed at the end of step %d after %.1f s", attempt, snapshot.step, back.seconds
         )
+        self._record(back)
 
     def is_first_completion(self, step: int) -> bool:
         """Return whether this step completes for the first time."""
@@ -149,43 +145,21 @@ class StepRetry:
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of the last snapshot and, after a loss, number and seconds of all recoveries."""
-        recoveries = (
-            {"failover/recoveries": float(self._recoveries), "failover/seconds": self._seconds}
-            if self._recoveries
-            else {}
-        )
-        return recoveries | ({"timing_s/snapshot": self._snapshot_s} if self._snapshot is not None else {})
+        found = {"timing_s/snapshot": self._snapshot_s} if self._snapshot is not None else {}
+        if self._recoveries:
+            found |= {"failover/recoveries": float(self._recoveries), "failover/seconds": self._seconds}
+        return found
 
-    def _recover(self, lost: WorkerLost, snapshot: StepSnapshot) -> None:
+    def _recover(self, losses: list[WorkerLost], snapshot: StepSnapshot) -> None:
         """Rebuild lost roles, including any lost during recovery; raises WorkerLost beyond the limits."""
-        detected_at, start = time.time(), time.monotonic()
-        step, losses = self._trainer.global_steps, [lost]
-        self._rewind(losses, snapshot)
-        seconds, parts = time.monotonic() - start, self._times.drain()
-        self._recoveries, self._seconds = self._recoveries + 1, self._seconds + seconds
-        logger.warning(
-            "recovered: all roles are at the end of step %d (%.1f s: %s); retrying step %d",
-            snapshot.step,
-            seconds,
-            ", ".join(f"{name} {part_s:.1f}" for name, part_s in parts.items()),
-            snapshot.step + 1,
-        )
-        names = [f"{one.role}-{one.rank}" for one in losses]
-        self._record(
-            {
-                "step": step,
-                "lost": names,
-                "method": losses[0].method,
-                "detected_at": detected_at,
-                "seconds": seconds,
-                "parts": parts,
-                "back_at_step": snapshot.step,
-            }
-        )
+        back = self._rewind(losses, snapshot)
+        self._recoveries, self._seconds = self._recoveries + 1, self._seconds + back.seconds
+        logger.warning("%s", back)
+        self._record(back)
 
-    def _rewind(self, losses: list[WorkerLost], snapshot: StepSnapshot) -> None:
-        """Rebuild the roles of `losses`, append losses that happen meanwhile, and restore the snapshot."""
-        step = self._trainer.global_steps
+    def _rewind(self, losses: list[WorkerLost], snapshot: StepSnapshot) -> RecoveryCompleted:
+        """Rebuild the roles of `losses` and of losses that happen meanwhile, and restore the snapshot."""
+        detected_at, start, step = time.time(), time.monotonic(), self._trainer.global_steps
         while True:
             if losses:
                 self._check_budget(losses[-1], step, snapshot)
@@ -193,19 +167,40 @@ class StepRetry:
                 with self._times.part("disconnect"):
                     self._trainer.disconnect(str(losses[-1]) if losses else "its driver was lost")
                 self._rebuild({role for one in losses for role in one.role.split("+")})
-                return self._restore(snapshot)
+                self._restore(snapshot)
+                break
             except (WorkerLost, CallTimeout) as another:
-                losses.append(self._loss(another))
+                losses += self._as_lost(another)
+        return RecoveryCompleted(
+            step=step,
+            lost=tuple(f"{one.role}-{one.rank}" for one in losses),
+            detected_at=detected_at,
+            seconds=time.monotonic() - start,
+            back_at_step=snapshot.step,
+            method=losses[0].method if losses else "",
+            parts=self._times.drain(),
+        )
 
-    def _loss(self, error: WorkerLost | CallTimeout) -> WorkerLost:
-        """Return the error as a loss; raises a timeout without a worker, or one beyond the limit."""
+    def _as_lost(self, error: WorkerLost | CallTimeout) -> list[WorkerLost]:
+        """Return the processes to replace; raises a timeout without a worker, or one beyond the limit.
+
+        After a timeout these are one per role that has not answered. The last one names the process that blocks the
+        others, if the master knows it.
+        """
         if isinstance(error, WorkerLost):
-            return error
+            return [error]
         if not error.role:
             raise error
-        failure = Failure(FailureKind.CALL_TIMEOUT, str(error), target=f"role {error.role}")
+        silent = {role: ranks for role, ranks in {error.role: error.ranks, **error.others}.items() if ranks}
+        blocking = ask_master("find_blocking", f"{error.role}.{error.method}", timeout_s=BLOCKING_TIMEOUT_S)
+        label, rank, evidence = blocking or ("", 0, "")
+        why = f"{error}; {label}-{rank} blocks it: {evidence}" if label else str(error)
+        failure = Failure(FailureKind.CALL_TIMEOUT, why, target=f"role {', '.join(silent)}")
         self._carry_out(self._budgets.spend(failure), error)
-        return WorkerLost(error.role, error.ranks[0], error.method, f"{error}; its processes are killed")
+        cause = f"{why}; its processes are killed"
+        culprit = {label: [rank]} if label else {}
+        others = {role: ranks for role, ranks in silent.items() if not {*role.split("+")} & {*label.split("+")}}
+        return [WorkerLost(role, ranks[0], error.method, cause) for role, ranks in (others | culprit).items()]
 
     def _check_budget(self, lost: WorkerLost, step: int, snapshot: StepSnapshot) -> None:
         count = sum(self._trainer.groups[role].world_size for role in lost.role.split("+")[:1])
@@ -223,10 +218,14 @@ class StepRetry:
             raise error
         logger.warning("%s", decision)
 
-    def _record(self, entry: dict[str, Any]) -> None:
+    def _record(self, back: RecoveryCompleted) -> None:
+        """Write a recovery once: the master into its journal, or without one this process into a file."""
+        fields = asdict(back)
+        if report_event(RecoveryCompleted.__name__, **fields):
+            return
         try:
             with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+                file.write(json.dumps(fields) + "\n")
         except OSError as error:  # a full disk must not end a run that survived a loss
             logger.warning("%s: cannot be written (%s)", self._path, error.strerror)
 

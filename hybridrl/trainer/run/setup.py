@@ -201,8 +201,3 @@ def run_stages(
 
 def _wrapped(fn: StageFn, wrapper: Wrapper) -> StageFn:
     return with_spec(wrapper(fn), spec_of(fn))
-
-
-def is_due(freq: int, step: int, *, total_steps: int) -> bool:
-    """Return whether something is due that is done every `freq` steps and at the end; -1 means never."""
-    return freq > 0 and (step % freq == 0 or step == total_steps)

@@ -10,7 +10,6 @@ from hybridrl.config import SupervisedConfig, load_config
 from hybridrl.config.plugs import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.run_context import RunContext
-from hybridrl.trainer import recovery
 from hybridrl.trainer import run as run_files
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
@@ -85,7 +84,7 @@ def _train(
     trainer = trainer_cls(config, tokenizer, worker_cls, manager, groups, context=context)
     logger.info("loading %s into the workers", config.model.path)
     try:
-        with recovery.run_under_master(trainer):
+        with trainer.monitored():
             trainer.init_workers()
             trainer.fit()
     finally:

@@ -18,7 +18,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.recovery.step_snapshot import ResumeState
+from hybridrl.trainer.recovery.policies import ResumeState
 from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.utilization import ModelUse, SequenceRows

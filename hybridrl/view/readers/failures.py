@@ -1,7 +1,7 @@
 """What failed in a run and how it was mended, and the state of its roles.
 
-Read from the master's journals below the run's directory (`master/RUN`), and from `failures.jsonl`, which has the
-steps that the driver repeated. The journal is folded event by event as it grows.
+Read from the master's journals below the run's directory (`master/RUN`), which are folded event by event as they grow.
+A run without a master, and one of an older version, has the steps that it repeated in `failures.jsonl`.
 """
 
 import json
@@ -12,7 +12,14 @@ from typing import Any
 
 from hybridrl.errors import JournalError
 from hybridrl.master.service.journal import EVENTS
-from hybridrl.master.state.events import CheckpointCommitted, JobStarted, StepCompleted, WorkerJoined, decode
+from hybridrl.master.state.events import (
+    CheckpointCommitted,
+    JobStarted,
+    RecoveryCompleted,
+    StepCompleted,
+    WorkerJoined,
+    decode,
+)
 from hybridrl.master.state.reducer import JobState, reduce
 from hybridrl.single_controller.cluster import MASTER
 from hybridrl.view.readers.storage import Folder, LineTail, parsed
@@ -34,6 +41,7 @@ class JournalReader:
     def _reset(self) -> None:
         self.state, self.problem = JobState(), ""
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.recoveries: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.restarts: dict[str, int] = {}  # slot -> processes after its first
         self.started_at: float | None = None
 
@@ -63,6 +71,8 @@ class JournalReader:
         self.started_at = at if self.started_at is None else self.started_at
         if isinstance(event, WorkerJoined):
             self.restarts[event.slot] = self.state.workers[event.slot].incarnation - 1
+        if isinstance(event, RecoveryCompleted):
+            self.recoveries.append(asdict(event) | {"lost": list(event.lost)})
         if not isinstance(event, COMMON):
             fields = {} if isinstance(event, JobStarted) else asdict(event)
             shown = {
@@ -108,7 +118,7 @@ class FailureReader:
         self._recoveries: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
 
     def read(self) -> dict[str, Any]:
-        """Return the journals, the newest first, and the repeated steps."""
+        """Return the journals, the newest first, and the repeated steps, the oldest first."""
         for _, line in self._tail.lines(on_replaced=self._recoveries.clear):
             if (record := parsed(line)) is not None:
                 self._recoveries.append(record)
@@ -116,4 +126,12 @@ class FailureReader:
             self._journals.setdefault(name, JournalReader(self._folder.below(name))).update()
         found = [journal.summary() for journal in self._journals.values() if journal.started_at is not None]
         found.sort(key=lambda journal: journal["started_at"], reverse=True)
-        return {"journals": found, "recoveries": list(self._recoveries)}
+        recoveries = [*self._recoveries, *(one for journal in self._journals.values() for one in journal.recoveries)]
+        recoveries.sort(key=lambda one: one.get("detected_at", 0.0))
+        return {"journals": found, "recoveries": recoveries}
+
+
+def recoveries(directory: str) -> list[dict[str, Any]]:
+    """Return the recoveries of the run in a directory, the oldest first: the fields of `RecoveryCompleted`."""
+    found: list[dict[str, Any]] = FailureReader(Folder(directory)).read()["recoveries"]
+    return found

@@ -74,6 +74,22 @@ def test_the_one_outside_of_the_collective_is_the_culprit():
     assert "data.py:7 in read" in found.evidence and "distributed_c10d.py:10 in all_reduce" in found.evidence
 
 
+def test_a_collective_that_calls_deeper_into_torch_is_one_and_a_call_of_torch_from_elsewhere_is_none():
+    waits = dump(
+        ("site-packages/torch/_ops.py", 882, "redispatch"),
+        ("site-packages/torch/distributed/_functional_collectives.py", 142, "wait_tensor"),
+        ("engine.py", 3, "full_tensor"),
+        ("actor.py", 2, "update"),
+    )
+    computes = dump(
+        ("site-packages/torch/nn/modules/linear.py", 125, "forward"),
+        ("model.py", 7, "forward"),
+        ("site-packages/torch/distributed/fsdp/_state.py", 9, "hook"),
+        ("actor.py", 2, "update"),
+    )
+    assert compare_stacks({"actor-0": waits, "actor-1": computes}, method="actor.update").culprit == "actor-1"
+
+
 def test_with_all_in_the_same_place_stacks_name_nobody():
     same = dump(("actor.py", 2, "update"))
     assert compare_stacks({"actor-0": same, "actor-1": same, "actor-2": same}, method="actor.update") is None

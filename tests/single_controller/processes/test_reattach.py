@@ -5,16 +5,13 @@ import pytest
 import ray
 
 from hybridrl.errors import PlacementError
-from hybridrl.single_controller.monitoring.snapshot_store import (
-    find_snapshot_store,
-    load_snapshot,
-    start_snapshot_store,
-    store_snapshot,
-)
+from hybridrl.single_controller.cluster import find_actor, snapshot_store_name
 from hybridrl.single_controller.placement.placement_groups import find_leftover_groups
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes.termination import kill_run
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from hybridrl.trainer.recovery.policies import StepSnapshot
+from hybridrl.trainer.recovery.snapshots import SurvivingState, load_snapshot, start_snapshot_store
 from tests.support.single_controller.sample_workers import Counter
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -82,23 +79,21 @@ def test_a_group_that_lost_a_process_is_started_again(leftover):
     assert new.add(1) == [1, 1]
 
 
-def test_results_of_calls_through_a_snapshot_store_outlive_the_worker(leftover):
+def test_results_of_calls_through_a_snapshot_store_outlive_driver_and_worker(leftover):
     old, _ = leftover
-    store = start_snapshot_store(RUN)
+    before = SurvivingState(RUN)
     old.add(5)
-    outputs = old.call_through_actor(store, "total")
-    assert outputs.fetch(outputs.sizes) == [None, None]  # the calls have ended: only their results are asked for below
-    assert store_snapshot(store, b"step 5", {"counter": list(outputs)})
+    before.store(StepSnapshot(5, before.call_surviving({"counter": old}, "total"), {}))
     os.kill(old.process_ids[0], signal.SIGKILL)
-    description, parts = load_snapshot(find_snapshot_store(RUN))
-    assert description == b"step 5" and ray.get(parts["counter"]) == [5, 5]
+    found = load_snapshot(find_actor(snapshot_store_name(RUN)))
+    assert found.step == 5 and ray.get(found.engine_refs["counter"]) == [5, 5]
 
 
 @pytest.mark.slow
 def test_killing_a_run_leaves_no_actor_and_no_reservation(leftover):
     start_snapshot_store(RUN)
     kill_run(RUN)
-    assert find_snapshot_store(RUN) is None and find_leftover_groups(RUN) == {}
+    assert find_actor(snapshot_store_name(RUN)) is None and find_leftover_groups(RUN) == {}
     assert not [
         entry for entry in ray.util.list_named_actors(all_namespaces=True) if entry["name"].startswith(f"{RUN}/")
     ]

@@ -65,7 +65,7 @@ def remove(trainer, group):
 def return_node(trainer):
     cluster.add_node(num_cpus=1, **SIZE)
     until = time.monotonic() + RESERVED_TIMEOUT_S
-    while not trainer.ranks.can_grow():
+    while not trainer.rank_policy.can_grow():
         if time.monotonic() > until:
             sys.exit("the missing slot was not reserved on the new node")
         time.sleep(0.1)

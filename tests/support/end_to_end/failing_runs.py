@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hybridrl.view.readers.failures import recoveries
 from tests.support.end_to_end.runs import settings
 
 ROOT = Path(__file__).parents[3]
@@ -72,6 +73,5 @@ def hits(folder: Path) -> list[dict]:
 
 
 def losses(folder: Path) -> list[dict]:
-    """Return the recoveries of the run, see `hybridrl/trainer/recovery/step_retry.py`."""
-    path = folder / "run/failures.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the recoveries of the run, the fields of `RecoveryCompleted` for each."""
+    return recoveries(str(folder / "run"))

@@ -1,15 +1,19 @@
 """A lost worker's step is run again from the snapshot, as often as the limits allow."""
 
 import json
+import re
+from dataclasses import asdict
 
 import pytest
 
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import RULES, FailureKind
-from hybridrl.single_controller.monitoring.process import PartTimes
+from hybridrl.master.state.events import RecoveryCompleted, decode
+from hybridrl.single_controller.monitoring.process import PROCESS, PartTimes
+from hybridrl.trainer.recovery.policies import ResumeState, RetryPolicy
 from hybridrl.trainer.recovery.step_retry import FILE, StepRetry
-from hybridrl.trainer.recovery.step_snapshot import ResumeState
+from hybridrl.view.readers.failures import recoveries
 
 MAX_LOSSES = RULES[FailureKind.WORKER_LOST].limit
 
@@ -130,11 +134,94 @@ def test_a_second_timeout_and_an_exception_in_user_code_end_the_run(tmp_path):
         Run(tmp_path).train({1: [ZeroDivisionError()]})
 
 
-def test_without_snapshots_a_lost_worker_ends_the_run(tmp_path):
-    run = Run(tmp_path, snapshot_freq=0)
+def test_without_snapshots_a_lost_worker_ends_the_run():
+    attempts = []
+
+    def work() -> None:
+        attempts.append(1)
+        raise lost()
+
     with pytest.raises(WorkerLost):
-        run.train({1: [lost()]})
-    assert run.trainer.log == []
+        RetryPolicy().run_with_retry(work)
+    assert attempts == [1]
+
+
+class Master:
+    """A connection to a master that knows which process blocks a call."""
+
+    def __init__(self, blocking: tuple[str, int, str] | None) -> None:
+        self.blocking = blocking
+        self.sent: list[dict] = []
+        self.asked: list[tuple] = []
+
+    def send(self, data: dict) -> None:
+        self.sent.append(dict(data))
+
+    def ask(self, method: str, *args: str, timeout_s: float) -> tuple[str, int, str] | None:
+        self.asked.append((method, *args))
+        return self.blocking
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    def connect(blocking: tuple[str, int, str] | None = None) -> Master:
+        master = Master(blocking)
+        monkeypatch.setattr(PROCESS, "master", master)
+        return master
+
+    return connect
+
+
+def events_of(master: Master, name: str) -> list[dict]:
+    return [one for one in master.sent if one["event"] == name]
+
+
+def test_after_a_timeout_the_process_that_blocks_the_call_is_the_one_that_is_replaced(tmp_path, connected):
+    master = connected(("actor+critic", 1, "it is at data.py:7, while actor+critic-0 are in a collective"))
+    overdue = CallTimeout("no answer in 5 s", role="actor", ranks=[0, 1], method="update_actor")
+    run = Run(tmp_path)
+    run.train({2: [overdue]})
+    assert master.asked == [("find_blocking", "actor.update_actor")]
+    [back] = events_of(master, "RecoveryCompleted")
+    assert back["lost"] == ("actor+critic-1",)
+    assert run.trainer.log.count("rebuild") == 1
+    timeout, loss = (one["text"] for one in events_of(master, "RecoveryDecided"))
+    assert "actor+critic-1 blocks it: it is at data.py:7" in timeout
+    assert loss.startswith("actor+critic-1 was lost in update_actor of step 2")
+
+
+def test_after_a_timeout_every_role_that_has_not_answered_is_replaced(tmp_path, connected):
+    master = connected(("critic", 1, "it is at data.py:7"))
+    overdue = CallTimeout("no answer in 5 s", role="actor", ranks=[0], method="receive", others={"critic": [0, 1]})
+    run = Run(tmp_path)
+    run.trainer.groups["critic"].processes = Processes()  # of its own
+    run.train({2: [overdue]})
+    [back] = events_of(master, "RecoveryCompleted")
+    assert back["lost"] == ("actor-0", "critic-1") and run.trainer.log.count("rebuild") == 2
+
+
+@pytest.mark.parametrize("has_master", [True, False])
+def test_without_an_answer_of_a_master_the_called_process_is_replaced(tmp_path, connected, has_master):
+    master = connected(None) if has_master else None
+    Run(tmp_path).train({2: [CallTimeout("no answer in 5 s", role="actor", ranks=[1], method="update_actor")]})
+    found = events_of(master, "RecoveryCompleted") if master else recoveries(str(tmp_path))
+    assert [list(one["lost"]) for one in found] == [["actor-1"]]
+
+
+def test_a_recovery_is_written_once(tmp_path, connected):
+    Run(tmp_path).train({2: [lost()]})
+    [back] = recoveries(str(tmp_path))
+    (tmp_path / FILE).unlink()
+    master = connected()
+    Run(tmp_path).train({2: [lost()]})
+    assert not (tmp_path / FILE).exists()  # the master's journal has it
+    event = decode(events_of(master, "RecoveryCompleted")[0])
+    assert isinstance(event, RecoveryCompleted)
+    assert asdict(event).keys() == back.keys()
+    assert re.fullmatch(r"recovered: all roles are at the end of step 1 \(.* s: .*\); retrying step 2", str(event))
 
 
 def test_the_seconds_of_a_recovery_are_recorded_by_part_and_start_again_at_zero(tmp_path):

@@ -9,19 +9,19 @@ import pytest
 import ray
 
 from hybridrl.errors import ObjectLost
-from hybridrl.single_controller.cluster import snapshot_store_name
+from hybridrl.single_controller.cluster import find_actor, snapshot_store_name
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.single_controller.monitoring.snapshot_store import STORE_TIMEOUT_S, find_snapshot_store, load_snapshot
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.system.process_stat import read_process_stat
-from hybridrl.trainer.recovery import supervised_state
-from hybridrl.trainer.recovery.step_snapshot import StepSnapshot
-from hybridrl.trainer.recovery.supervised_state import SupervisedState
+from hybridrl.trainer.recovery import snapshots
+from hybridrl.trainer.recovery.policies import StepSnapshot
+from hybridrl.trainer.recovery.snapshots import STORE_TIMEOUT_S, SurvivingState, load_snapshot
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
 RUN = "snapshots-test"
+STORE = snapshot_store_name(RUN)
 
 
 class Keeper(Worker):
@@ -43,15 +43,15 @@ def group(ray_cluster):
 
 @pytest.fixture
 def state():
-    state = SupervisedState(RUN)
+    state = SurvivingState(RUN)
     yield state
     state.drop()
-    while find_snapshot_store(RUN) is not None:
+    while find_actor(STORE) is not None:
         time.sleep(0.05)
 
 
 def store_pid():
-    return ray.get(find_snapshot_store(RUN).process.remote(), timeout=60)["pid"]
+    return ray.get(find_actor(STORE).process.remote(), timeout=60)["pid"]
 
 
 def take(state, groups, step):
@@ -76,8 +76,8 @@ def test_a_lost_store_is_replaced_within_the_snapshot_of_all_groups(state, group
     assert "snapshot store of snapshots-test was lost" in caplog.text
     for parts in refs.values():
         assert group.add_up(parts) == [0, 200_000]
-    description, stored = load_snapshot(find_snapshot_store(RUN))
-    assert b"driver" in description and stored.keys() == groups.keys()
+    stored = load_snapshot(find_actor(STORE))
+    assert (stored.step, stored.parts) == (2, {"driver": 2}) and stored.engine_refs.keys() == groups.keys()
 
 
 def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):
@@ -92,15 +92,15 @@ def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):
 
 def test_a_store_that_is_lost_again_and_again_ends_the_run_with_a_readable_error(state, group, monkeypatch):
     state.call_surviving({"keeper": group}, "take")
-    started = supervised_state.start_snapshot_store
+    started = snapshots.start_snapshot_store
 
     def start_lost(run):
         store = started(run)
         ray.kill(store, no_restart=True)
         return store
 
-    monkeypatch.setattr(supervised_state, "start_snapshot_store", start_lost)
-    ray.kill(find_snapshot_store(RUN), no_restart=True)
+    monkeypatch.setattr(snapshots, "start_snapshot_store", start_lost)
+    ray.kill(find_actor(STORE), no_restart=True)
     with pytest.raises(ObjectLost, match=r"was lost 3 times in a row \(ActorDiedError.*; restart the run, it resumes"):
         state.call_surviving({"keeper": group}, "take")
-    assert find_snapshot_store(RUN) is None, snapshot_store_name(RUN)
+    assert find_actor(STORE) is None, STORE

@@ -8,8 +8,7 @@ from hybridrl.master.service.client import MasterClient
 from hybridrl.master.service.journal import JournaledState, history, replay
 from hybridrl.master.state.events import JobEnded, JobStarted, RecoveryDecided
 from hybridrl.master.state.tables import JobPhase
-from hybridrl.trainer.recovery.final_report import report_final_decision
-from hybridrl.trainer.recovery.master_link import journal_root
+from hybridrl.trainer.recovery.master_link import journal_root, report_final_decision
 from tests.support.master.monitored_process import wait_until_gone
 
 

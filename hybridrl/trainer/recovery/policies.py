@@ -1,0 +1,157 @@
+"""What a run does about losses, and the default of each: nothing. A run without Ray has these defaults.
+
+    RetryPolicy   runs a step once; `StepRetry` (`step_retry.py`) again after a lost worker
+    RankPolicy    the number of ranks never changes; with `ElasticRanks` (`elastic.py`, `trainer.min_ranks`) it does
+    ResumeState   nothing outlives the driver; with `SurvivingState` (`snapshots.py`) snapshots and workers do
+
+Used by the trainers and by `main_ppo`, in the driver.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config import PPOConfig
+from hybridrl.config.schema.trainer import TrainerConfig
+from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.trainer.checkpoint.store import CheckpointStore
+from hybridrl.trainer.run.setup import run_directory
+
+if TYPE_CHECKING:
+    from hybridrl.single_controller.placement.plan import Plan
+
+
+@dataclass(frozen=True)
+class StepSnapshot:
+    """State at the end of a step.
+
+    Attributes:
+        step: The completed step.
+        engine_refs: Role -> one reference per rank to what `take_snapshot` returned.
+        parts: State of the driver's own parts, see `run/state.py`.
+        channel: Channel that weights were pushed over, see `RolloutPipeline.weight_channel`.
+    """
+
+    step: int
+    engine_refs: Mapping[str, list]
+    parts: Mapping[str, Any]
+    channel: Any = None
+
+
+class RetryPolicy:
+    """Runs a step once: a lost worker ends the run."""
+
+    def run_with_retry(self, work: Callable[[], None]) -> None:
+        """Run `work`, from the trainer's current step on."""
+        work()
+
+    def take_snapshot(self, *, force: bool = False) -> None:
+        """Store a snapshot of this step if one is due. force: it is."""
+
+    def resume(self, snapshot: StepSnapshot) -> None:
+        """Bring all roles to the step of a previous driver's snapshot."""
+        raise NotImplementedError
+
+    def is_first_completion(self, step: int) -> bool:
+        """Return whether this step completes for the first time."""
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """Return what snapshots and recoveries took."""
+        return {}
+
+
+class RankPolicy:
+    """The number of ranks of a run: it never changes.
+
+    Attributes:
+        grows: Whether training returns because missing ranks are taken back.
+    """
+
+    grows = False
+
+    def plan(self, make_plan: "Callable[[], Plan]", *, job: str, reattach: bool) -> "Plan":
+        """Return the placement to start.
+
+        Args:
+            make_plan: Makes a plan for the present sizes of the pools.
+            job: Prefix of the names of reservations.
+            reattach: Whether the processes of a previous driver are adopted, as many as it had.
+        """
+        return make_plan()
+
+    def request_missing(self) -> None:
+        """Request what the placement leaves out. Called when all processes run."""
+
+    def run(self, train: Callable[[], None]) -> None:
+        """Train, with another number of ranks again if that changes."""
+        train()
+
+    def can_grow(self) -> bool:
+        """Return whether there are nodes for missing ranks now."""
+        return False
+
+    def on_step(self) -> None:
+        """Note that a step is complete."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of ranks of each role, if it can change."""
+        return {}
+
+    def stop(self) -> None:
+        """Withdraw the request for missing ranks. Safe to call twice."""
+
+
+class ResumeState:
+    """What a driver resumes from: nothing outlives it.
+
+    Args:
+        run_name: Name of the run on the cluster.
+        snapshot: Snapshot of the previous driver; None in a first attempt.
+    """
+
+    outlives_driver = False  # whether a supervisor restarts this driver, so that snapshots and workers must
+
+    def __init__(self, run_name: str, *, snapshot: StepSnapshot | None = None):
+        self.run_name, self.snapshot = run_name, snapshot
+
+    def pop_snapshot(self) -> StepSnapshot | None:
+        """Return the snapshot to resume from and clear it.
+
+        Later rollbacks use the newest checkpoint.
+        """
+        snapshot, self.snapshot = self.snapshot, None
+        return snapshot
+
+    def call_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
+        """Call a method on all ranks of the groups, and wait until every rank has stored its result.
+
+        The results are in the object store, and outlive the driver if it is restarted.
+        """
+        return wait_for_parts({role: getattr(group, method).submit() for role, group in groups.items()})
+
+    def store(self, snapshot: StepSnapshot) -> None:
+        """Store this snapshot for the next driver, if there will be one."""
+
+    def drop(self) -> None:
+        """Drop all stored snapshots."""
+
+
+def wait_for_parts(results: dict[str, Any]) -> dict[str, Any]:
+    """Wait for the sizes of all results, which are small; the results stay in the object store."""
+    for parts in results.values():
+        parts.fetch(parts.sizes or [])
+    return results
+
+
+def is_supervisable(config: TrainerConfig) -> bool:
+    """Return whether a driver with these settings can be restarted: it needs a master, and snapshots on Ray."""
+    return config.backend == "ray" and config.master and config.snapshot_freq > 0
+
+
+def with_resume_overrides(config: PPOConfig, lifecycle: DriverLifecycle) -> PPOConfig:
+    """Return the settings for this attempt: after a restart, resume from the run's own checkpoints."""
+    trainer = config.trainer
+    if lifecycle.attempt > 1 and CheckpointStore(run_directory(trainer)).latest() is not None:
+        return replace(config, trainer=replace(trainer, resume_mode="auto", resume_from_path=None))
+    return config

@@ -1,0 +1,196 @@
+"""Step snapshots: the state at the end of a step, in memory, for retries and for the next driver.
+
+`StepRetry` makes a `StepSnapshot` after a step. Its parts are in Ray's object store, and Ray deletes an object when its
+owner, the caller that created it, dies. So a driver that its supervisor restarts (`driver/lifecycle.py`) has the calls
+made by a `SnapshotStore`, a detached actor that owns the results: `SurvivingState`. The next attempt loads the newest
+snapshot there, reattaches to the worker processes, and resumes at the end of that step. Without a snapshot only the
+newest checkpoint is left: the job is then a new run on the cluster, and the processes of the old one are killed.
+
+The driver uses this module; `SnapshotStore` runs in a process of its own.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+
+from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.errors import CallTimeout, ObjectLost
+from hybridrl.single_controller.cluster import NAMESPACE, find_actor, get_value, snapshot_store_name
+from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_process, kill_run
+from hybridrl.system.machine import machine_id
+from hybridrl.system.process_stat import FreezeWatch
+from hybridrl.trainer.recovery.policies import ResumeState, StepSnapshot, wait_for_parts
+
+logger = logging.getLogger(__name__)
+STORE_TIMEOUT_S = 60.0  # for one call of the actor, which takes milliseconds; its first call waits for its start
+STORE_ATTEMPTS = 3  # to take one snapshot
+STORE_KILL_TIMEOUT_S = 20.0
+Stored = tuple[bytes, Mapping[str, Sequence[Any]]]  # the driver's own state, and role -> references
+
+
+class SnapshotStore:
+    """The actor. Holds references to one stored snapshot, and to results since then; the bytes are on other nodes."""
+
+    def __init__(self) -> None:
+        self._unstored: list[Any] = []
+        self._snapshot: Stored | None = None
+
+    def process(self) -> dict[str, Any]:
+        """Return this process's id and its machine's."""
+        return {"pid": os.getpid(), "machine": machine_id()}
+
+    def call(self, hosts: Sequence[Any], header: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Call a role's method in all processes; return references to the results and to their numbers of rows.
+
+        Args:
+            header: Of the calls, see `CallHeader`.
+        """
+        outputs = [host.call_with_num_rows.options(num_returns=2).remote(header) for host in hosts]
+        values, sizes = ([pair[i] for pair in outputs] for i in range(2))
+        self._unstored += values
+        return values, sizes
+
+    def store(self, description: bytes, parts: Mapping[str, Sequence[Any]]) -> None:
+        """Replace the stored snapshot.
+
+        Args:
+            description: The driver's own state.
+            parts: Role -> references that `call` returned.
+        """
+        self._snapshot, self._unstored = (description, parts), []
+
+    def load(self) -> Stored | None:
+        return self._snapshot
+
+
+def start_snapshot_store(run: str) -> Any:
+    """Start the snapshot store of a run, preferably on this node; return the actor without waiting for it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = {
+        "name": snapshot_store_name(run),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "scheduling_strategy": this_node,
+    }
+    return ray.remote(SnapshotStore).options(**options).remote()
+
+
+class SurvivingState(ResumeState):
+    """What a restarted driver resumes from, and the store for its own snapshots.
+
+    Args:
+        run_name: Name of the run on the cluster.
+        snapshot: Snapshot of the previous driver; None in a first attempt.
+        store: Snapshot store of the run, None while there is none.
+    """
+
+    outlives_driver = True
+
+    def __init__(self, run_name: str, *, snapshot: StepSnapshot | None = None, store: Any = None):
+        super().__init__(run_name, snapshot=snapshot)
+        self._store = store
+        self._watch: FreezeWatch | None = None
+
+    def call_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
+        """Call a method on all ranks of the groups, and wait for all; the results outlive the driver.
+
+        Raises:
+            ObjectLost: The snapshot store was lost `STORE_ATTEMPTS` times in a row.
+        """
+        import ray
+
+        why = ""
+        for _ in range(STORE_ATTEMPTS):
+            self._start_store()
+            try:
+                return wait_for_parts(
+                    {
+                        role: group.call_through_actor(self._store, method, timeout_s=STORE_TIMEOUT_S)
+                        for role, group in groups.items()
+                    }
+                )
+            except (ray.exceptions.RayActorError, ObjectLost, CallTimeout) as error:
+                if isinstance(error, CallTimeout) and error.role:  # a worker's, not the store's
+                    raise
+                why = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+            self._replace_store(f"{why}; starting a new one")
+        raise ObjectLost(
+            f"the snapshot store of {self.run_name} was lost {STORE_ATTEMPTS} times in a row ({why}); restart the run, "
+            "it resumes from its newest checkpoint"
+        )
+
+    def _start_store(self) -> None:
+        """Start the snapshot store if there is none, and watch it as soon as it runs."""
+        if self._store is None:
+            self._store = start_snapshot_store(self.run_name)
+        if self._watch is None:
+            consequence = "the next step starts a new one"
+            watch = self._watch = FreezeWatch("the snapshot store", consequence=consequence, kill=kill_process)
+            started = self._store.process.remote().future()
+            started.add_done_callback(lambda one: None if one.exception() else watch.set_process(one.result()))
+
+    def _replace_store(self, why: str) -> None:
+        """Kill a snapshot store that is lost or does not answer, and wait until its name is free."""
+        logger.warning("snapshot store of %s was lost (%s)", self.run_name, why)
+        self._end_watch()
+        self._store = None
+        kill_named([snapshot_store_name(self.run_name)], timeout_s=STORE_KILL_TIMEOUT_S)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def store(self, snapshot: StepSnapshot) -> None:
+        """Store this snapshot for the next driver."""
+        import ray
+
+        description = cloudpickle.dumps(replace(snapshot, engine_refs={}))
+        parts = {role: list(references) for role, references in snapshot.engine_refs.items()}
+        stored = self._store.store.remote(description, parts)
+        try:
+            get_value(stored, what="the snapshot store's answer", timeout_s=STORE_TIMEOUT_S)
+        except (ray.exceptions.RayActorError, CallTimeout) as error:
+            self._replace_store(f"{type(error).__name__}; the next step starts a new one")
+
+    def drop(self) -> None:
+        """End the snapshot store, and with it all snapshots."""
+        self._end_watch()
+        if self._store is not None:
+            kill_actors([self._store])
+            self._store = None
+
+
+def load_surviving_state(run_name: str, lifecycle: DriverLifecycle) -> SurvivingState:
+    """Return what earlier attempts of this driver have left on the cluster."""
+    if lifecycle.attempt == 1:
+        return SurvivingState(run_name)
+    store = find_actor(snapshot_store_name(run_name))
+    found = None if store is None else load_snapshot(store)
+    if found is None:
+        logger.warning("driver attempt %d: the previous driver left no snapshot; starting a new job", lifecycle.attempt)
+        kill_run(run_name)
+        return SurvivingState(f"{run_name}.{lifecycle.attempt}")
+    if found.channel is not None:
+        # The previous driver may have died between send and receive: release the actor that still waits for a receiver.
+        found.channel.cancel("the driver was lost")
+    return SurvivingState(run_name, snapshot=found, store=store)
+
+
+def load_snapshot(store: Any) -> StepSnapshot | None:
+    """Return the stored snapshot; None if there is none, or the store is lost or does not answer."""
+    import ray
+
+    try:
+        found: Stored | None = get_value(store.load.remote(), what="the stored snapshot", timeout_s=STORE_TIMEOUT_S)
+    except (ray.exceptions.RayError, CallTimeout):
+        return None
+    return None if found is None else replace(cloudpickle.loads(found[0]), engine_refs=found[1])
