@@ -34,7 +34,7 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class Submitted:
+class QueuedWork:
     """A batch or push in the service's order. waiting: Returns a context in which the driver waits for it."""
 
     done: "Future[None]"
@@ -85,7 +85,7 @@ class PolicyService:
         """Start a coroutine on the router's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def generate(self, version: int | None, generate: Generate, usage: Usage) -> Submitted:
+    def generate(self, version: int | None, generate: Generate, usage: Usage) -> QueuedWork:
         """Generate a batch with weights of this version: after everything submitted before, or at once.
 
         Args:
@@ -95,7 +95,7 @@ class PolicyService:
         """
         if self._concurrent:
             waiting = nullcontext if self._hybrid is None else partial(self._hybrid.waiting, usage)
-            return Submitted(self.submit(self._in_turn(lambda: self._generate(generate, usage))), waiting)
+            return QueuedWork(self.submit(self._in_turn(lambda: self._generate(generate, usage))), waiting)
         self.call(self.resume(version))
         try:
             self.call(generate(self.router))
@@ -103,7 +103,7 @@ class PolicyService:
             self.call(self.router.pause())
         done: Future[None] = Future()
         done.set_result(None)
-        return Submitted(done)
+        return QueuedWork(done)
 
     def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
         """Let the processes receive weights of this version, after everything submitted before.
@@ -114,7 +114,7 @@ class PolicyService:
         """
         if not self._concurrent:  # the router is paused already
             return receive()
-        return Submitted(self.submit(self._in_turn(lambda: self._push(version, lambda: receive().wait()))))
+        return QueuedWork(self.submit(self._in_turn(lambda: self._push(version, lambda: receive().wait()))))
 
     async def _in_turn(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run a batch or push.

@@ -72,6 +72,12 @@ class RowClient:
         return 0 < self.num_open == self.num_waiting and not self._num_answered
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
+        """Return a whole turn.
+
+        Consumes: A recorded turn, or the router's answers to the parts of the turn.
+        Waits for: The router; a higher limit where the turn has reached this one; the end of a push.
+        Unblocked by: The replica's pump; the next `AgentBatch.advance`; `ReplicaRouter.resume`.
+        """
         key = self._key_of(request)
         self.turns.setdefault(key, TokenOutput(request.request_id, [], [], "pause", -1))
         self.num_open += 1
@@ -174,6 +180,10 @@ class AgentBatch:
 
         A loop that fails is tried again, and its sample is left out if that does not help (`failures`). The first bug
         of a loop ends all others, and its exception is raised.
+
+        Consumes: The rows, each in a task that lives through all calls.
+        Waits for: Every row to end or to wait for a higher limit, up to `timeout_s`.
+        Unblocked by: The last row that does (`check_settled`), and the first one with a bug.
 
         Raises:
             CallTimeout: Not done within `timeout_s`; names the unfinished rows.

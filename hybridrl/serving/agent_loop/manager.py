@@ -41,7 +41,7 @@ from hybridrl.serving.hybrid import HybridRollout, Usage
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
 from hybridrl.serving.router import ReplicaRouter
-from hybridrl.serving.service import Generate, Pending, PolicyService, Submitted
+from hybridrl.serving.service import Generate, Pending, PolicyService, QueuedWork
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.requests import Request
@@ -59,7 +59,7 @@ class AgentFuture:
     prompts: DataProto
     sampling: SamplingParams
     batch: AgentBatch
-    work: Submitted | None = None  # None until `_submit`
+    work: QueuedWork | None = None  # None until `_submit`
     limit: int = 0  # submitted tokens per response
     short_round: ShortRound | None = None
     usage: Usage = field(default_factory=Usage)

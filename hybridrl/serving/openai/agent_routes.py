@@ -124,6 +124,7 @@ def episode_routes(queue: EpisodeQueue, connections: Connections, *, model: str)
     """Return the routes of episodes. model: name of the policy."""
 
     async def claim(request: web.Request) -> web.Response:
+        """Consumes an offer. Waits for one up to `wait_s`; the `offer` of an agent loop unblocks it."""
         wait_s = _wait_in(await connections.read_body(request))
         until = time.monotonic() + wait_s
         while (episode := queue.claim()) is None:

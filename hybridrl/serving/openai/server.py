@@ -170,6 +170,12 @@ class Endpoint:
         }
 
     async def _respond(self, api: Api, request: web.Request) -> web.StreamResponse:
+        """Handle a request for responses.
+
+        Consumes: The request's body, parsed in another thread.
+        Waits for: The body; a router that is not paused, up to `WEIGHTS_TIMEOUT_S` seconds; the policy's answers.
+        Unblocked by: The client; `ReplicaRouter.resume`; the replicas' pumps. A client that is gone cancels it.
+        """
         session = session_of(request, self.sessions) if api.is_chat else None
         is_episode = session is not None and session.episode is not None  # of the training batch, which has no limit
         if is_episode:

@@ -52,21 +52,18 @@ class LoopClient:
         try:
             if asyncio.get_running_loop() is self.loop:
                 return await self.client.generate(request, conversation=conversation)
-            work = asyncio.run_coroutine_threadsafe(self._generate(request, conversation), self.loop)
-            return await asyncio.wrap_future(work)
+            work = self.client.generate(request, conversation=conversation)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         except RequestFailed:
             raise
         except HybridRLError as error:
             self.failure = error
             raise
 
-    async def _generate(self, request: Request, conversation: str | None) -> TokenOutput:
-        return await self.client.generate(request, conversation=conversation)
-
 
 @dataclass
 class SessionEpisode:
-    """The session of one row, from `open` to `close`."""
+    """The session of one row."""
 
     host: SessionHost
     session: Session
@@ -88,10 +85,6 @@ class SessionEpisode:
             EpisodeLimits(client, sampling, request.seed, request.sample, *limits)
         )
         return cls(context.session_host, session, client, columns_of(row), context, EpisodeClock.of(row))
-
-    def close(self) -> None:
-        """Answer no more requests."""
-        self.host.sessions.close(self.session.name)
 
     @property
     def ended_by_length(self) -> bool:
@@ -174,7 +167,7 @@ class SessionAgentLoop(AgentLoop):
                 raise
             reward = None
         finally:
-            episode.close()
+            episode.host.sessions.close(episode.session.name)
         return episode.output(reward, agent=self.player)
 
 

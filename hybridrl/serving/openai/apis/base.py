@@ -21,8 +21,20 @@ class Event(NamedTuple):
     name: str | None = None
 
 
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
 class StreamWriter(ABC):
     """Turns the chunks of one answer into events. Each method returns events in their order."""
+
+    def __init__(self, choices: list[Choice]):
+        self.choices, self.choice, self.completion = choices, choices[0], choices[0].completion
 
     @abstractmethod
     def begin(self) -> Iterator[Event]:
@@ -48,12 +60,14 @@ class Api(ABC):
         names: Its parameters.
         id_prefix: Of the ids of its answers.
         is_chat: Whether its requests have messages and not prompts.
+        writer: Writes streamed answers.
         renamed: Parameter of a chat request -> its name in this API, for errors.
     """
 
     names: ParameterNames
     id_prefix: str
     is_chat = True
+    writer: type[StreamWriter]
     renamed: Mapping[str, str] = {}
 
     @abstractmethod
@@ -68,13 +82,11 @@ class Api(ABC):
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """Return the whole answer to a request."""
 
-    @abstractmethod
-    def writer(self, choices: list[Choice]) -> StreamWriter:
-        """Return the writer of a streamed answer."""
-
-    @abstractmethod
-    def error_body(self, error: RequestError) -> dict[str, Any]:
-        """Return an error as the body of an answer."""
+    @staticmethod
+    def error_body(error: RequestError) -> dict[str, Any]:
+        """Return an error as the body of an answer; by default in OpenAI's format."""
+        kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+        return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
     def answered(self, choice: Choice) -> None:  # noqa: B027 - most APIs keep nothing
         """Take notice of a complete answer."""

@@ -11,46 +11,12 @@ from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, oldest_v
 from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import CHAT, COMPLETIONS, RequestError
 
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
-
-
-class CompletionsApi(Api):
-    """OpenAI's API of completions."""
-
-    names, id_prefix, is_chat = COMPLETIONS, "cmpl-", False
-
-    def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body as it is."""
-        return body
-
-    def answer(self, choices: list[Choice]) -> dict[str, Any]:
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return _head(choices, kind) | {"choices": [choice.body() for choice in choices], "usage": _usage(choices)}
-
-    def writer(self, choices: list[Choice]) -> StreamWriter:
-        return CompletionsWriter(choices)
-
-    def error_body(self, error: RequestError) -> dict[str, Any]:
-        return error_body(error)
-
-
-class ChatApi(CompletionsApi):
-    """OpenAI's API of chats."""
-
-    names, id_prefix, is_chat = CHAT, "chatcmpl-", True
-
 
 class CompletionsWriter(StreamWriter):
     """Chunks without names, and `[DONE]` at the end."""
 
     def __init__(self, choices: list[Choice]):
-        self.choices, self.completion = choices, choices[0].completion
+        super().__init__(choices)
         self.kind = "chat.completion.chunk" if self.completion.is_chat else "text_completion"
 
     def begin(self) -> Iterator[Event]:
@@ -68,14 +34,28 @@ class CompletionsWriter(StreamWriter):
         yield Event("[DONE]")
 
     def fail(self, error: RequestError) -> Iterator[Event]:
-        yield Event(error_body(error))
+        yield Event(Api.error_body(error))
         yield Event("[DONE]")
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
-    """Return an error in OpenAI's format."""
-    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+class CompletionsApi(Api):
+    """OpenAI's API of completions."""
+
+    names, id_prefix, is_chat, writer = COMPLETIONS, "cmpl-", False, CompletionsWriter
+
+    def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body as it is."""
+        return body
+
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return _head(choices, kind) | {"choices": [choice.body() for choice in choices], "usage": _usage(choices)}
+
+
+class ChatApi(CompletionsApi):
+    """OpenAI's API of chats."""
+
+    names, id_prefix, is_chat = CHAT, "chatcmpl-", True
 
 
 def _head(choices: list[Choice], kind: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ brings. Calls and texts of one message become one chat message, each result one 
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, joined_text, oldest_version
@@ -58,10 +57,44 @@ ERROR_TYPES = {
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+class MessagesWriter(StreamWriter):
+    """Events of a streamed answer: a block for its text, and one for each call."""
+
+    has_text = False
+
+    def begin(self) -> Iterator[Event]:
+        yield _event("message_start", message=message_body(self.choice, content=[]))
+
+    def add(self, choice: Choice, content: Mapping[str, Any]) -> Iterator[Event]:
+        added = content["delta"]["content"]
+        if not added:
+            return
+        if not self.has_text:
+            self.has_text = True
+            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": added})
+
+    def end(self) -> Iterator[Event]:
+        if self.has_text:
+            yield _event("content_block_stop", index=0)
+        for index, call in enumerate(self.choice.tool_calls, start=int(self.has_text)):
+            yield _event("content_block_start", index=index, content_block=_call_block(call) | {"input": {}})
+            delta = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
+            yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        usage = {"output_tokens": len(self.choice.token_ids)}
+        version = oldest_version([self.choice])
+        yield _event("message_delta", delta=stop_of(self.choice), usage=usage, weights_version=version)
+        yield _event("message_stop")
+
+    def fail(self, error: RequestError) -> Iterator[Event]:
+        yield Event(MessagesApi.error_body(error), "error")
+
+
 class MessagesApi(Api):
     """The API. names: its parameters; those of counting tokens are fewer."""
 
-    id_prefix, renamed = "msg_", {"stop": "stop_sequences"}
+    id_prefix, renamed, writer = "msg_", {"stop": "stop_sequences"}, MessagesWriter
 
     def __init__(self, names: ParameterNames = NAMES):
         self.names = names
@@ -82,10 +115,8 @@ class MessagesApi(Api):
         [choice] = choices
         return message_body(choice, content=blocks_of(choice))
 
-    def writer(self, choices: list[Choice]) -> StreamWriter:
-        return MessagesWriter(choices[0])
-
-    def error_body(self, error: RequestError) -> dict[str, Any]:
+    @staticmethod
+    def error_body(error: RequestError) -> dict[str, Any]:
         kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
@@ -120,42 +151,6 @@ def blocks_of(choice: Choice) -> list[dict[str, Any]]:
     """Return a complete answer as blocks."""
     text = [{"type": "text", "text": choice.text}] if choice.text else []
     return [*text, *(_call_block(call) for call in choice.tool_calls)]
-
-
-@dataclass
-class MessagesWriter(StreamWriter):
-    """Events of a streamed answer: a block for its text, and one for each call."""
-
-    choice: Choice
-    has_text: bool = False
-
-    def begin(self) -> Iterator[Event]:
-        yield _event("message_start", message=message_body(self.choice, content=[]))
-
-    def add(self, choice: Choice, content: Mapping[str, Any]) -> Iterator[Event]:
-        added = content["delta"]["content"]
-        if not added:
-            return
-        if not self.has_text:
-            self.has_text = True
-            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": added})
-
-    def end(self) -> Iterator[Event]:
-        if self.has_text:
-            yield _event("content_block_stop", index=0)
-        for index, call in enumerate(self.choice.tool_calls, start=int(self.has_text)):
-            yield _event("content_block_start", index=index, content_block=_call_block(call) | {"input": {}})
-            delta = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
-            yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        usage = {"output_tokens": len(self.choice.token_ids)}
-        version = oldest_version([self.choice])
-        yield _event("message_delta", delta=stop_of(self.choice), usage=usage, weights_version=version)
-        yield _event("message_stop")
-
-    def fail(self, error: RequestError) -> Iterator[Event]:
-        yield Event(MessagesApi().error_body(error), "error")
 
 
 def _event(name: str, **data: Any) -> Event:

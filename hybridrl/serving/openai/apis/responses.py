@@ -8,11 +8,9 @@ store has the messages of the newest answers, and is of this process alone.
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, joined_text, oldest_version
-from hybridrl.serving.openai.apis.completions import error_body
 from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import (
     OWN_SAMPLING,
@@ -53,123 +51,6 @@ Messages = Sequence[Mapping[str, Any]]
 Item = dict[str, Any]
 
 
-class ResponsesApi(Api):
-    """The API with its stored answers."""
-
-    id_prefix, names = "resp_", NAMES
-    renamed = {"max_tokens": "max_output_tokens", "messages": "input"}
-
-    def __init__(self) -> None:
-        self._stored: OrderedDict[str, tuple[Messages, int]] = OrderedDict()  # messages and their characters
-        self._num_characters = 0
-        self._lock = threading.Lock()
-
-    def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        get_typed(body, "store", bool, True)
-        instructions = get_typed(body, "instructions", str, None)
-        system = [] if instructions is None else [{"role": "system", "content": instructions}]
-        messages = [*system, *self._earlier(body), *messages_of(body.get("input"))]
-        chat = {name: body[name] for name in PASSED_ON if name in body} | {"messages": messages}
-        if (limit := get_typed(body, "max_output_tokens", int, None)) is not None:
-            chat["max_tokens"] = limit
-        return chat | ({"tools": chat_tools(body["tools"])} if body.get("tools") else {})
-
-    def _earlier(self, body: dict[str, Any]) -> Messages:
-        """Return the messages that `previous_response_id` names, without instructions."""
-        name = get_typed(body, "previous_response_id", str, None)
-        if name is None:
-            return []
-        with self._lock:
-            if name not in self._stored:
-                raise RequestError(
-                    f"previous_response_id={shorten(name)}: there is no such answer, or it was not stored; the newest "
-                    f"{MAX_STORED} are. Send the whole conversation as input",
-                    param="previous_response_id",
-                    code="previous_response_not_found",
-                )
-            self._stored.move_to_end(name)
-            return self._stored[name][0]
-
-    def answered(self, choice: Choice) -> None:
-        """Store the conversation, unless the request has `store=false`."""
-        completion, given = choice.completion, choice.completion.given
-        if given.get("store") is False:
-            return
-        num_instructions = 0 if given.get("instructions") is None else 1
-        messages = [*completion.messages[num_instructions:], choice.message]
-        size = sum(len(message.get("content") or "") for message in messages)
-        with self._lock:
-            self._stored[completion.name] = (messages, size)
-            self._num_characters += size
-            while len(self._stored) > MAX_STORED or self._num_characters > MAX_STORED_CHARACTERS:
-                _, (_, dropped) = self._stored.popitem(last=False)
-                self._num_characters -= dropped
-
-    def answer(self, choices: list[Choice]) -> dict[str, Any]:
-        [choice] = choices
-        return response_body(choice, output=output_items(choice))
-
-    def writer(self, choices: list[Choice]) -> StreamWriter:
-        return ResponsesWriter(choices[0])
-
-    def error_body(self, error: RequestError) -> dict[str, Any]:
-        return error_body(error)
-
-
-def response_body(
-    choice: Choice, *, output: list[Item], status: str | None = None, error: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the whole answer, or what there is of it so far.
-
-    Args:
-        choice: The response.
-        output: Items.
-        status: Of the answer; None: it is complete.
-        error: Of an answer that failed.
-    """
-    completion, sampling = choice.completion, choice.request.sampling
-    given, is_cut = completion.given, choice.finish_reason == "length"
-    return {
-        "id": completion.name,
-        "object": "response",
-        "created_at": completion.created,
-        "status": status or ("incomplete" if is_cut else "completed"),
-        "error": error,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut and status is None else None,
-        "instructions": given.get("instructions"),
-        "max_output_tokens": given.get("max_output_tokens"),
-        "metadata": given.get("metadata") or {},
-        "model": completion.policy.name,
-        "output": output,
-        "parallel_tool_calls": not completion.has_one_call,
-        "previous_response_id": given.get("previous_response_id"),
-        "reasoning": {"effort": None, "summary": None},
-        "store": given.get("store") is not False,
-        "temperature": sampling.temperature if sampling.do_sample else 0,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": given.get("tool_choice") or "auto",
-        "tools": given.get("tools") or [],
-        "top_p": sampling.top_p,
-        "truncation": "disabled",
-        "usage": None if status else usage(choice),
-        "user": given.get("user"),
-        "weights_version": oldest_version([choice]),
-    }
-
-
-def usage(choice: Choice) -> dict[str, Any]:
-    """Return the token counts."""
-    read, sampled = len(choice.request.prompt_ids), len(choice.token_ids)
-    return {
-        "input_tokens": read,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + sampled,
-    }
-
-
-@dataclass
 class ResponsesWriter(StreamWriter):
     """The events of a streamed answer, numbered in their order.
 
@@ -178,13 +59,11 @@ class ResponsesWriter(StreamWriter):
     incomplete, or failed.
     """
 
-    choice: Choice
-    _number: int = 0
-    _text: str | None = None  # sent so far; None: the item of the text has not begun
-    _items: list[Item] = field(default_factory=list)  # complete ones
-
-    def __post_init__(self) -> None:
-        self._name = self.choice.completion.name
+    def __init__(self, choices: list[Choice]):
+        super().__init__(choices)
+        self._name, self._number = self.completion.name, 0
+        self._text: str | None = None  # sent so far; None: the item of the text has not begun
+        self._items: list[Item] = []  # complete ones
 
     def begin(self) -> Iterator[Event]:
         for state in ("created", "in_progress"):
@@ -250,6 +129,116 @@ class ResponsesWriter(StreamWriter):
         number, self._number = self._number, self._number + 1
         name = f"response.{kind}"
         return Event({"type": name, "sequence_number": number, **data}, name)
+
+
+class ResponsesApi(Api):
+    """The API with its stored answers."""
+
+    id_prefix, names, writer = "resp_", NAMES, ResponsesWriter
+    renamed = {"max_tokens": "max_output_tokens", "messages": "input"}
+
+    def __init__(self) -> None:
+        self._stored: OrderedDict[str, tuple[Messages, int]] = OrderedDict()  # messages and their characters
+        self._num_characters = 0
+        self._lock = threading.Lock()
+
+    def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        get_typed(body, "store", bool, True)
+        instructions = get_typed(body, "instructions", str, None)
+        system = [] if instructions is None else [{"role": "system", "content": instructions}]
+        messages = [*system, *self._earlier(body), *messages_of(body.get("input"))]
+        chat = {name: body[name] for name in PASSED_ON if name in body} | {"messages": messages}
+        if (limit := get_typed(body, "max_output_tokens", int, None)) is not None:
+            chat["max_tokens"] = limit
+        return chat | ({"tools": chat_tools(body["tools"])} if body.get("tools") else {})
+
+    def _earlier(self, body: dict[str, Any]) -> Messages:
+        """Return the messages that `previous_response_id` names, without instructions."""
+        name = get_typed(body, "previous_response_id", str, None)
+        if name is None:
+            return []
+        with self._lock:
+            if name not in self._stored:
+                raise RequestError(
+                    f"previous_response_id={shorten(name)}: there is no such answer, or it was not stored; the newest "
+                    f"{MAX_STORED} are. Send the whole conversation as input",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            self._stored.move_to_end(name)
+            return self._stored[name][0]
+
+    def answered(self, choice: Choice) -> None:
+        """Store the conversation, unless the request has `store=false`."""
+        completion, given = choice.completion, choice.completion.given
+        if given.get("store") is False:
+            return
+        num_instructions = 0 if given.get("instructions") is None else 1
+        messages = [*completion.messages[num_instructions:], choice.message]
+        size = sum(len(message.get("content") or "") for message in messages)
+        with self._lock:
+            self._stored[completion.name] = (messages, size)
+            self._num_characters += size
+            while len(self._stored) > MAX_STORED or self._num_characters > MAX_STORED_CHARACTERS:
+                _, (_, dropped) = self._stored.popitem(last=False)
+                self._num_characters -= dropped
+
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
+        [choice] = choices
+        return response_body(choice, output=output_items(choice))
+
+
+def response_body(
+    choice: Choice, *, output: list[Item], status: str | None = None, error: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the whole answer, or what there is of it so far.
+
+    Args:
+        choice: The response.
+        output: Items.
+        status: Of the answer; None: it is complete.
+        error: Of an answer that failed.
+    """
+    completion, sampling = choice.completion, choice.request.sampling
+    given, is_cut = completion.given, choice.finish_reason == "length"
+    return {
+        "id": completion.name,
+        "object": "response",
+        "created_at": completion.created,
+        "status": status or ("incomplete" if is_cut else "completed"),
+        "error": error,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut and status is None else None,
+        "instructions": given.get("instructions"),
+        "max_output_tokens": given.get("max_output_tokens"),
+        "metadata": given.get("metadata") or {},
+        "model": completion.policy.name,
+        "output": output,
+        "parallel_tool_calls": not completion.has_one_call,
+        "previous_response_id": given.get("previous_response_id"),
+        "reasoning": {"effort": None, "summary": None},
+        "store": given.get("store") is not False,
+        "temperature": sampling.temperature if sampling.do_sample else 0,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": given.get("tool_choice") or "auto",
+        "tools": given.get("tools") or [],
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None if status else usage(choice),
+        "user": given.get("user"),
+        "weights_version": oldest_version([choice]),
+    }
+
+
+def usage(choice: Choice) -> dict[str, Any]:
+    """Return the token counts."""
+    read, sampled = len(choice.request.prompt_ids), len(choice.token_ids)
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": read + sampled,
+    }
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
