@@ -90,6 +90,8 @@ EXCEPTIONS = {
     },
 }
 
+COLLECTIVES = {"all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"}
+COLLECTIVES |= {"reduce_scatter", "full_tensor", "clip_grad_norm_", "set_model_state_dict"}
 BLOCK_WITHOUT_ARGUMENTS = {"get", "wait", "join", "result", "exception", "communicate", "acquire", "select", "poll"}
 TAKE_TIMEOUT_FIRST = {"wait", "join", "result", "exception", "select", "poll"}  # in milliseconds: poll
 NEED_TIMEOUT = {"communicate", "wait_for"}  # whatever else they are given
@@ -287,3 +289,16 @@ def test_a_wait_without_a_deadline_would_be_found(line):
 )
 def test_a_wait_with_a_deadline_is_accepted(line):
     assert list(unbounded_waits(line)) == []
+
+
+def test_every_module_with_a_collective_is_in_the_table_of_waits():
+    page = (PACKAGE.parent / "docs" / "failover.md").read_text()
+    table = page.partition("## Where a step can wait")[2].partition("\n## ")[0]
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and _last_name(node.func) in COLLECTIVES
+    }
+    assert len(found) > 10
+    assert {name for name in found if f"`{name}`" not in table} == {"testing/engine.py"}  # a conformance suite

@@ -89,6 +89,10 @@ def wait_all(
 
     The first failure is raised at once, while other ranks may still be running.
 
+    Consumes: the results of one call.
+    Waits for: the workers that compute them, at most `timeout_s`.
+    Unblocked by: the last result, the first error, or a loss that the master or Ray reports.
+
     Args:
         ranks: rank behind each reference; default 0, 1, 2, ...
         timeout_s: seconds for the whole call; None waits without limit.

@@ -16,7 +16,8 @@ from hybridrl.single_controller.monitoring.process import PROCESS
 from hybridrl.single_controller.worker import PROCESS_GROUP_SIZE
 from hybridrl.system.rendezvous import take_listener
 
-# Last resort for a collective whose peer was lost. The driver detects a lost peer much earlier.
+# Of a collective, in which a rank waits for its peers (table in docs/failover.md). The end of a peer's connection ends
+# it at once, and the driver kills a stuck peer at the deadline of its call.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 

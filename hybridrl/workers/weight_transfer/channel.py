@@ -78,7 +78,12 @@ class PeerLocation:
 
 
 class SenderEnd:
-    """The sender's side. It listens from the start and waits for receivers only in `start_push`."""
+    """The sender's side. It listens from the start.
+
+    Consumes: reports of receivers.
+    Waits for: all of them, at most `address.timeout_s`, when a push starts and before a bucket's memory is used again.
+    Unblocked by: the last report, or `ChannelAddress.cancel`.
+    """
 
     def __init__(self, transport: str, *, host: str, num_receivers: int, timeout_s: float):
         with socket.create_server((host, 0)) as listener:
@@ -162,7 +167,12 @@ class SenderEnd:
 
 
 class ReceiverEnd:
-    """A receiver's side, in the rollout process of this rank."""
+    """A receiver's side, in the rollout process of this rank.
+
+    Consumes: announcements of buckets.
+    Waits for: the sender, at most `address.timeout_s`.
+    Unblocked by: its announcement, or `ChannelAddress.cancel`.
+    """
 
     def __init__(self, address: ChannelAddress, *, rank: int):
         self.address, self.rank = address, rank
