@@ -20,7 +20,6 @@ from hybridrl.evaluation.estimates import estimates, grouped, table
 from hybridrl.evaluation.parts import prepare_folder
 from hybridrl.rewards.function_address import SAMPLE_ARGUMENTS, FunctionAddress
 from hybridrl.rewards.load import describe_failure
-from hybridrl.rewards.manager import DEFAULT_FUNCTION
 from hybridrl.rewards.process_pool import ScoreProcessPool
 from hybridrl.rewards.sample_score import SampleScore, read_score
 from hybridrl.system.atomic_write import atomic_write
@@ -58,7 +57,7 @@ def score_calls(calls: Sequence[Call], custom: CustomRewardConfig, scoring: Scor
     Raises:
         ConfigError: The function cannot be loaded, or there is none for a data source.
     """
-    function = FunctionAddress(*DEFAULT_FUNCTION, kwargs=dict(custom.kwargs))
+    function = FunctionAddress.of(None, kwargs=custom.kwargs)
     if custom.path is not None:
         function = FunctionAddress(custom.path, custom.name, kwargs=dict(custom.kwargs))
     else:

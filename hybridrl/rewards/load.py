@@ -9,8 +9,8 @@ from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import CustomRewardConfig, PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.rewards import sandbox
-from hybridrl.rewards.function_address import BATCH_ARGUMENTS, FunctionAddress
-from hybridrl.rewards.manager import DEFAULT_FUNCTION, Scorer
+from hybridrl.rewards.function_address import FunctionAddress
+from hybridrl.rewards.manager import Scorer
 from hybridrl.rewards.process import LoadFailure
 
 MAX_PROCESSES = 4  # default: calls that hang are waited for in parallel, and the machine keeps its other cores
@@ -44,7 +44,7 @@ def load_reward_manager(
         compute_score: Reward function of the calling program, in place of the one that the settings name.
     """
     model = config.reward_model
-    function = score_function(config) if compute_score is None else _address(config, compute_score)
+    function = score_function(config, compute_score)
     manager = REWARD_MANAGERS.lookup(model.reward_manager)(
         tokenizer,
         num_examine,
@@ -56,42 +56,34 @@ def load_reward_manager(
         validate=validate,
         **({"limits": RewardLimits.of(model.limits)} if model.limits else {}),
     )
-    if (function.path, function.name) != DEFAULT_FUNCTION and (failure := manager.check_function()) is not None:
+    if not function.is_built_in and (failure := manager.check_function()) is not None:
         manager.close()
         raise ConfigError(describe_failure(config.custom_reward_function, failure, function))
     return manager
 
 
-def _address(config: PPOConfig, compute_score: Callable[..., Any]) -> FunctionAddress:
-    """Return the address of a function of this program, with the arguments that the manager passes."""
-    arguments = REWARD_MANAGERS.lookup(config.reward_model.reward_manager).arguments
-    try:
-        return FunctionAddress.of(compute_score, kwargs=config.custom_reward_function.kwargs, arguments=arguments)
-    except Exception as error:  # pickling runs code of the objects that the function refers to
-        raise ConfigError(
-            f"reward_fn={compute_score!r} cannot be sent to a score process: {error}; refer to no open files, locks or "
-            "loaded models, and create them inside the function"
-        ) from error
+def score_function(config: PPOConfig, compute_score: Callable[..., Any] | None) -> FunctionAddress:
+    """Return the address of the program's function, else of the one that the settings name, else of the built-in one.
 
-
-def score_function(config: PPOConfig) -> FunctionAddress:
-    """Return the address of the configured function.
-
-    Raises ConfigError for settings that name none.
+    Raises:
+        ConfigError: There is none, or the program's function cannot be sent to a process.
     """
-    custom, kind = config.custom_reward_function, config.reward_model.reward_manager
-    arguments = REWARD_MANAGERS.lookup(kind).arguments
+    custom = config.custom_reward_function
+    arguments = REWARD_MANAGERS.lookup(config.reward_model.reward_manager).arguments
+    if compute_score is not None:
+        try:
+            return FunctionAddress.of(compute_score, kwargs=custom.kwargs, arguments=arguments)
+        except Exception as error:  # pickling runs code of the objects that the function refers to
+            raise ConfigError(
+                f"reward_fn={compute_score!r} cannot be sent to a score process: {error}; refer to no open files, "
+                "locks or loaded models, and create them inside the function"
+            ) from error
     if custom.path is not None:
         return FunctionAddress(custom.path, custom.name, kwargs=dict(custom.kwargs), arguments=arguments)
     if custom.name != CustomRewardConfig().name:
         raise ConfigError(f"custom_reward_function.name={custom.name}: in which file? set custom_reward_function.path")
-    if arguments == BATCH_ARGUMENTS:
-        raise ConfigError(
-            f"reward_model.reward_manager={kind}: the built-in function takes one sample at a time; "
-            f"set custom_reward_function.path to a file with compute_score({', '.join(arguments)}), or "
-            "reward_manager=naive"
-        )
-    return FunctionAddress(*DEFAULT_FUNCTION, kwargs={"sandbox": program_runner(config), **custom.kwargs})
+    kwargs = {"sandbox": program_runner(config), **custom.kwargs}
+    return FunctionAddress.of(None, kwargs=kwargs, arguments=arguments)
 
 
 def program_runner(config: PPOConfig) -> "sandbox.ProgramRunner":

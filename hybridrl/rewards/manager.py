@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,7 +36,6 @@ from hybridrl.rewards.sample_score import SampleScore, read_score
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_FUNCTION = ("reward_score", "default_compute_score")
 AGENT_REWARD = "agent_reward"  # column: what an agent says itself, (B,) of numbers or None
 BRANCHES = "branches"  # column: further rows of the sample, (B,) of lists of dicts as `AgentLoopOutput` has them
 LEFT_OUT = "left_out"  # column: whether the agent loop of a sample has failed, (B,) of bools
@@ -125,8 +124,8 @@ class RewardManager:
         self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
         self.max_response_length, self.overlong_buffer = max_response_length, overlong_buffer
         self._num_logged: Counter[str] = Counter()
-        function = self._resolve_function(compute_score, kwargs=kwargs)
-        self._built_in, self._validate = (function.path, function.name) == DEFAULT_FUNCTION, validate
+        function = FunctionAddress.of(compute_score, kwargs=kwargs, arguments=self.arguments)
+        self._built_in, self._validate = function.is_built_in, validate
         self.processes = ScoreProcessPool(function, num_processes=num_processes, timeout_s=timeout_s, limits=limits)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> RewardOutput | dict[str, Any]:
@@ -180,23 +179,6 @@ class RewardManager:
         """Return the scores after corrections that need more than one text. `lengths_B`: response lengths in tokens."""
         return scores
 
-    def _resolve_function(
-        self, compute_score: Callable | FunctionAddress | None, *, kwargs: Mapping[str, Any] | None
-    ) -> FunctionAddress:
-        if isinstance(compute_score, FunctionAddress):
-            return (
-                compute_score if kwargs is None else replace(compute_score, kwargs={**compute_score.kwargs, **kwargs})
-            )
-        if compute_score is not None:
-            return FunctionAddress.of(compute_score, kwargs=kwargs, arguments=self.arguments)
-        if self.arguments != SAMPLE_ARGUMENTS:
-            wanted = f"compute_score({', '.join(self.arguments)})"
-            raise ConfigError(
-                f"compute_score=None: {type(self).__name__} needs a {wanted}; the built-in one takes one sample"
-            )
-        path, name = DEFAULT_FUNCTION
-        return FunctionAddress(path, name, kwargs=dict(kwargs or {}))
-
     def _rule_output(self, data: DataProto) -> RewardOutput:
         lengths_B = response_lengths(data)
         samples = self._samples(data, lengths_B)
@@ -206,7 +188,8 @@ class RewardManager:
         valid_B = torch.tensor([score.valid for score in scores], dtype=torch.bool)
         values_B = torch.tensor([score.value for score in scores], dtype=torch.float32)
         reward_tensor = at_last_token(values_B, reward_positions(data), width=data.batch["responses"].shape[1])
-        return RewardOutput(reward_tensor, valid_B, collect_extra(scores), failure_metrics(scores))
+        metrics = failure_metrics([score.failure for score in scores])
+        return RewardOutput(reward_tensor, valid_B, collect_extra(scores), metrics)
 
     def _model_scores(self, data: DataProto) -> dict[int, SampleScore]:
         """Return the reward model's score of every row that only the model can score.
@@ -256,19 +239,10 @@ class RewardManager:
             source = str(sample["data_source"])
             if self._num_logged[source] < self.num_examine:
                 self._num_logged[source] += 1
-                text, truth, value = (
-                    sample["solution_str"],
-                    sample["ground_truth"],
-                    score.value if score.valid else None,
-                )
-                prompt = self._prompt(data, row)
                 logger.info(
                     "sample of %s: prompt %r, response %r, ground truth %r, score %s",
-                    source,
-                    prompt,
-                    text,
-                    truth,
-                    value,
+                    *(source, self._prompt(data, row), sample["solution_str"], sample["ground_truth"]),
+                    score.value if score.valid else None,
                 )
 
     def _prompt(self, data: DataProto, row: int) -> str | None:
@@ -297,13 +271,10 @@ class BatchRewardManager(RewardManager):
         (result,) = self.processes.map([columns])
         if result.failure is not None:
             return [result] * len(samples)
-        try:
-            values = list(result.value)
-        except TypeError:
-            values = []
+        values = result.value if isinstance(result.value, list) else [result.value]  # an array of one is a number
         if len(values) != len(samples):
-            returned = truncate_text(result.value)
-            reason = f"a batch function must return {len(samples)} scores, one per sample; it returned {returned}"
+            wanted = f"a batch function must return {len(samples)} scores, one per sample"
+            reason = f"{wanted}; it returned {result.value!r:.80}"
             return [CallResult(failure="error", reason=reason)] * len(samples)
         return [CallResult(value=value) for value in values]
 
@@ -371,22 +342,17 @@ def model_output(rm_scores_BR: torch.Tensor) -> RewardOutput:
     """Return a reward model's scores unchanged; rows with a NaN or an infinity are invalid."""
     valid_B = rm_scores_BR.isfinite().all(-1)
     reward_tensor = torch.where(valid_B.unsqueeze(-1), rm_scores_BR, 0).float()
-    failed = int((~valid_B).sum())
-    return RewardOutput(reward_tensor, valid_B, {}, failure_ratios(timeouts=0, errors=failed, rows=len(valid_B)))
+    failures = [None if valid else "error" for valid in valid_B.tolist()]
+    return RewardOutput(reward_tensor, valid_B, {}, failure_metrics(failures))
 
 
-def failure_metrics(scores: list[SampleScore]) -> dict[str, float]:
-    """Return how many samples have no score, and why."""
-    kinds = Counter(score.failure for score in scores)
-    return failure_ratios(timeouts=kinds["timeout"], errors=kinds["error"], rows=len(scores))
-
-
-def failure_ratios(*, timeouts: int, errors: int, rows: int) -> dict[str, float]:
-    """Return the failure metrics from counts."""
+def failure_metrics(failures: Sequence[str | None]) -> dict[str, float]:
+    """Return how many samples have no score, and why; None: a sample has one."""
+    kinds, num_rows = Counter(failures), max(len(failures), 1)
     return {
-        "reward/timeout_ratio": timeouts / max(rows, 1),
-        "reward/error_ratio": errors / max(rows, 1),
-        "reward/num_failed": float(timeouts + errors),
+        "reward/timeout_ratio": kinds["timeout"] / num_rows,
+        "reward/error_ratio": kinds["error"] / num_rows,
+        "reward/num_failed": float(kinds["timeout"] + kinds["error"]),
     }
 
 
@@ -408,9 +374,3 @@ def log_failures(
         logger.warning("no reward for data_source=%s index=%s, the sample is masked: %s", source, indices[row], reason)
     if failed:
         logger.warning("no reward for %d of %d samples; they are left out of the loss", len(failed), len(scores))
-
-
-def truncate_text(value: Any, limit: int = 80) -> str:
-    """Return a value's repr, at most `limit` characters and an ellipsis."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

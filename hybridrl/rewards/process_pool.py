@@ -8,6 +8,7 @@ Used by `manager`, in the driver process. Not here: which calls are made and wha
 child's side (`reward_calls`).
 """
 
+import functools
 import logging
 import os
 import selectors
@@ -89,8 +90,8 @@ class ScoreProcessPool:
             stop_all(self._processes, owner=os.getpid())
 
     def __reduce__(self):
-        settings = {"num_processes": self.num_processes, "timeout_s": self.timeout_s, "limits": self.limits}
-        return unpickle_pool, (self.function, settings)
+        settings: dict[str, Any] = {"num_processes": self.num_processes, "timeout_s": self.timeout_s}
+        return functools.partial(ScoreProcessPool, self.function, limits=self.limits, **settings), ()
 
     def _start_missing(self) -> None:
         while len(self._processes) < self.num_processes:
@@ -226,11 +227,6 @@ def _call_name(number: int, call: Mapping[str, Any]) -> str:
     known = {"data_source": call.get("data_source"), "index": index}
     named = ", ".join(f"{name}={value!r:.60}" for name, value in known.items() if value is not None)
     return f"sample {number}" + (f" ({named})" if named else "")
-
-
-def unpickle_pool(function: FunctionAddress, settings: dict[str, Any]) -> ScoreProcessPool:
-    """Return the pool that was pickled, with no children yet."""
-    return ScoreProcessPool(function, **settings)
 
 
 def stop_all(processes: list[ScoreProcess], *, owner: int) -> None:

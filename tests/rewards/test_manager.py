@@ -304,6 +304,17 @@ def test_batch_samples_fail_one_by_one_where_only_one_score_is_bad(manager):
     assert output.valid.tolist() == [True, False]
 
 
+def test_a_batch_function_may_return_an_array_also_of_one_sample(manager):
+    def score_all(data_sources, solution_strs, ground_truths, extra_infos):
+        import numpy
+
+        return numpy.array([len(text) for text in solution_strs], dtype=numpy.float32)
+
+    batched = manager(score_all, cls=BatchRewardManager)
+    assert batched(make_batch(["5", "5 6"])).reward_tensor.sum(-1).tolist() == [1, 3]
+    assert batched(make_batch(["5 6"])).reward_tensor.sum(-1).tolist() == [3]
+
+
 def test_batch_manager_needs_a_function(manager):
     with pytest.raises(ConfigError, match="data_sources, solution_strs"):
         manager(cls=BatchRewardManager)
@@ -437,7 +448,7 @@ def test_functions_that_cannot_be_used_are_rejected_with_key_value_and_fix(loade
         (make_config(tmp_path / "broken.py"), "No module named 'no_such_thing'"),
         (make_config(tmp_path / "typo.py"), "SyntaxError: invalid syntax"),
         (make_config(name="other"), "custom_reward_function.name=other: in which file?"),
-        (make_config(kind="batch"), "reward_model.reward_manager=batch: the built-in"),
+        (make_config(kind="batch"), "reward_model.reward_manager: the built-in function takes one sample"),
     ]
     for config, message in refused:
         with pytest.raises(ConfigError) as caught:
