@@ -6,14 +6,11 @@ conversations of the session are trained, as with `http_agent`. The environment 
 own, also with another interpreter.
 """
 
-import math
 from typing import Any
 
-from hybridrl.errors import AgentFailed
 from hybridrl.serving.agent_loop.base import AgentLoopContext, register_agent_loop
 from hybridrl.serving.agent_loop.programs.session_agent import SessionAgentLoop, SessionEpisode
 from hybridrl.serving.environments.pool import pool_of
-from hybridrl.serving.environments.process import NONSENSE
 from hybridrl.serving.environments.settings import load_environments, spec_of_row
 
 
@@ -40,11 +37,4 @@ class PlayedEnvironmentLoop(SessionAgentLoop):
             host = episode.host
             endpoint = {"base_url": host.url_of(episode.session.name), "api_key": host.api_key, "model": host.model}
             columns = {**episode.columns, **endpoint, "name": spec.name, "kwargs": kwargs}
-            reward = await environment.play(columns)
-        is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-        if reward is not None and not is_number:
-            raise AgentFailed(
-                f"the environment {spec.name!r} returned {reward!r:.200} from `play`; return a finite number",
-                cause=NONSENSE,
-            )
-        return reward
+            return await environment.play(columns)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
@@ -38,13 +39,16 @@ class EnvironmentPool:
     async def take(self, clock: EpisodeClock) -> AsyncIterator[EnvironmentProcess]:
         """Give one process, for one episode. It is ended if the block raises or is cancelled."""
         async with clock.hold(self._slots.acquire(self.spec.num_processes)):
-            process = self._pop() or await self._start()
+            process = self._pop() or EnvironmentProcess(self.spec)
             try:
+                if not process.loaded:
+                    await process.load(has_worked=self._has_worked)
+                    self._has_worked = True
                 yield process
+                await self._give_back(process)
             except BaseException:
                 process.end_soon()
                 raise
-            await self._give_back(process)
 
     def check(self) -> None:
         """Start a first process, so that a wrong class is found before the run begins. Does nothing after that.
@@ -52,27 +56,18 @@ class EnvironmentPool:
         Raises:
             ConfigError: The class cannot be loaded or the object not made, or not in time.
         """
-        if self._has_worked:
-            return
-        failures: list[Exception] = []
 
         async def start() -> None:
             async with self.take(EpisodeClock()):
                 pass
 
-        def run() -> None:
+        if self._has_worked:
+            return
+        with ThreadPoolExecutor(1) as thread:  # this one may have an event loop
             try:
-                asyncio.run(start())
-            except Exception as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=run, name="check of an environment")  # this one may have an event loop
-        thread.start()
-        thread.join(self.spec.start_timeout_s + 60)
-        if failures and isinstance(failures[0], AgentFailed):
-            raise ConfigError(f"{KEY}: {failures[0]}") from failures[0]
-        if failures:
-            raise failures[0]
+                thread.submit(asyncio.run, start()).result(self.spec.start_timeout_s + 60)
+            except AgentFailed as error:
+                raise ConfigError(f"{KEY}: {error}") from error
 
     def close(self) -> None:
         """End the processes that play no episode."""
@@ -90,35 +85,20 @@ class EnvironmentPool:
                 process.end_soon()
         return None
 
-    async def _start(self) -> EnvironmentProcess:
-        process = EnvironmentProcess(self.spec)
-        try:
-            await process.load(has_worked=self._has_worked)
-        except BaseException:
-            process.end_soon()
-            raise
-        self._has_worked = True
-        return process
-
     async def _give_back(self, process: EnvironmentProcess) -> None:
         """Close the episode; a process that fails to do so plays no other one."""
         try:
             await process.close_episode()
         except (AgentFailed, DataError) as error:
             logger.warning("a process of the environment %r is replaced: its `close` failed: %s", self.spec.name, error)
-            process.end_soon()
-            return
-        except BaseException:
-            process.end_soon()
-            raise
+            return process.end_soon()
         with _lock:
             if len(self._idle) < self.spec.num_processes:
-                self._idle.append(process)
-                return
+                return self._idle.append(process)
         process.end_soon()
 
 
 def pool_of(spec: EnvironmentSpec) -> EnvironmentPool:
     """Return this process's pool of an environment."""
     with _lock:
-        return _pools.setdefault(spec.key, EnvironmentPool(spec))
+        return _pools.setdefault(repr(spec), EnvironmentPool(spec))

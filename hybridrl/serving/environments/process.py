@@ -83,19 +83,11 @@ class EnvironmentProcess(ChildProgram):
 
         Raises as `reset`.
         """
-        value = await self._call("finish")
-        reward = None if value is None else _as_reward(value)
-        if reward is not None and not math.isfinite(reward):
-            raise AgentFailed(
-                f"the environment {self.spec.name!r} returned {value!r:.200} from `finish`; return a finite number or "
-                "None",
-                cause=NONSENSE,
-            )
-        return reward
+        return self._checked_reward("finish", await self._call("finish"))
 
-    async def play(self, task: Mapping[str, Any]) -> Any:
-        """Return what the object's `play` returns. The caller limits its time. Raises as `reset`."""
-        return await self._call("play", task=row_as_json(dict(task)), timeout_s=math.inf)
+    async def play(self, task: Mapping[str, Any]) -> float | None:
+        """Return the reward of an episode that the object plays. The caller limits its time. Raises as `reset`."""
+        return self._checked_reward("play", await self._call("play", task=row_as_json(dict(task)), timeout_s=math.inf))
 
     async def close_episode(self) -> None:
         """End the episode. Raises as `reset`."""
@@ -105,6 +97,13 @@ class EnvironmentProcess(ChildProgram):
         """Kill the process and all that it started, without waiting for that."""
         self.socket.close()
         threading.Thread(target=self.end, name="end of an environment", daemon=True).start()
+
+    def _checked_reward(self, method: str, value: Any) -> float | None:
+        reward = None if value is None else _as_reward(value)
+        if reward is not None and not math.isfinite(reward):
+            what = f"the environment {self.spec.name!r} returned {value!r:.200} from `{method}`"
+            raise AgentFailed(f"{what}; return a finite number or None", cause=NONSENSE)
+        return reward
 
     async def _call(self, method: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
         frame = self.frame_of_calls([method], [pickled_call(method, **arguments)])

@@ -61,11 +61,6 @@ class EnvironmentSpec:
     step_timeout_s: float = 30.0
     limits: RewardLimits = field(default_factory=RewardLimits)
 
-    @property
-    def key(self) -> str:
-        """Return a text that is equal for equal settings."""
-        return repr(self)
-
 
 def load_environments(path: str | None) -> dict[str, EnvironmentSpec]:
     """Return the environments of a file and those that are registered, by name.

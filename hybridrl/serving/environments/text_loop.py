@@ -18,7 +18,7 @@ from hybridrl.serving.agent_loop.base import (
 )
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.environments.base import Answer, Messages
-from hybridrl.serving.environments.pool import EnvironmentPool, pool_of
+from hybridrl.serving.environments.pool import pool_of
 from hybridrl.serving.environments.process import EnvironmentProcess
 from hybridrl.serving.environments.settings import load_environments, spec_of_row
 from hybridrl.serving.sessions.prompts import encode, render, text_after_answer
@@ -37,16 +37,12 @@ class EnvironmentAgentLoop(AgentLoop):
     def __init__(self, context: AgentLoopContext):
         super().__init__(context)
         self.specs = load_environments(context.environments)
-        for pool in self.pools():
-            pool.check()
-
-    def pools(self) -> list[EnvironmentPool]:
-        """Return the pools of all environments of the run."""
-        return [pool_of(spec) for spec in self.specs.values()]
+        for spec in self.specs.values():
+            pool_of(spec).check()
 
     def close(self) -> None:
-        for pool in self.pools():
-            pool.close()
+        for spec in self.specs.values():
+            pool_of(spec).close()
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         spec, kwargs = spec_of_row(self.specs, row)
