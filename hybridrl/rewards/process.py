@@ -88,7 +88,8 @@ class ScoreProcess(ChildProgram):
         try:
             for kind, value, number in self.answers(data):
                 if number is not None:
-                    results.append((number, as_result(kind, value)))
+                    result = CallResult(value) if kind == "ok" else CallResult(failure="error", reason=value[1])
+                    results.append((number, result))
                 self._note(kind, value)
         except ProtocolError as error:
             self.lost, self._violation = True, str(error)
@@ -157,8 +158,3 @@ class ScoreProcess(ChildProgram):
                 self.chunk_size = min(2 * self._num_answered, MAX_CHUNK)
         if self.idle:
             self.deadline = inf
-
-
-def as_result(kind: str, value: Any) -> CallResult:
-    """Return the result of a call from kind and value of its answer."""
-    return CallResult(value=value) if kind == "ok" else CallResult(failure="error", reason=value[1])

@@ -71,12 +71,13 @@ class ScoreProcessPool:
         job = ScoreJob(calls)
         with self._lock:
             self._start_missing()
-            while job.unfinished:
+            while len(job.results) < len(calls):
                 self._assign_calls(job)
                 failure = self._poll(job)
                 if not self._processes:
                     assert failure is not None, "only a process that cannot load the function is not replaced"
-                    job.fail_waiting(f"no reward process could be started: {failure.reason}")
+                    for number in job.waiting:
+                        job.fail(number, f"no reward process could be started: {failure.reason}")
         return [job.results[number] for number in range(len(calls))]
 
     def close(self) -> None:
@@ -105,7 +106,7 @@ class ScoreProcessPool:
         for process in self._processes:
             if process.idle and not process.lost and job.waiting:
                 numbers = [job.waiting.popleft() for _ in range(min(process.chunk_size, share, len(job.waiting)))]
-                process.send_calls(numbers, [job.calls[number] for number in numbers])
+                process.send_calls(numbers, [job.pickled[number] for number in numbers])
 
     def _poll(self, job: "ScoreJob") -> LoadFailure | None:
         """Wait for results or the next deadline, and replace failed processes.
@@ -122,8 +123,7 @@ class ScoreProcessPool:
         lost = any(process.lost for process in self._processes)
         for key, _ in self._selector.select(0 if lost else max(wait_s, 0)):
             process = key.data
-            for number, result in process.receive():
-                job.set_result(number, result)
+            job.results.update(process.receive())
             if process.idle and process.pending:
                 job.requeue(process.pending)
         failures = [self._replace(process, job) for process in self._processes[:] if process.failed(now)]
@@ -140,7 +140,7 @@ class ScoreProcessPool:
         self._processes.remove(process)
         result_of_running = process.reap()
         if process.pending and not (process.was_harmed and job.can_repeat(process.pending[0])):
-            job.set_result(process.pending.popleft(), result_of_running)
+            job.results[process.pending.popleft()] = result_of_running
         job.requeue(process.pending)
         if process.load_failure is None:
             self._start_missing()
@@ -150,35 +150,31 @@ class ScoreProcessPool:
 class ScoreJob:
     """The calls of one batch.
 
-    `waiting` has the numbers of calls that are not sent yet. `results` has each call's result by its number.
-    `next_report` is when the log says what the batch waits for (monotonic seconds).
+    Attributes:
+        calls: Arguments of each call.
+        pickled: Each call as it is sent.
+        waiting: Numbers of the calls that are not sent yet.
+        results: Each call's result by its number.
+        next_report: When the log says what the batch waits for (monotonic seconds).
     """
 
     def __init__(self, calls: Sequence[Mapping[str, Any]]):
+        self.calls = calls
         self.started = time.monotonic()
         self.next_report = self.started + REPORT_AFTER_S
-        self._names = [_call_name(number, call) for number, call in enumerate(calls)]
         self.results: dict[int, CallResult] = {}
-        self.calls: list[bytes] = [b""] * len(calls)
-        self.waiting: deque[int] = deque()
-        self.unfinished = len(calls)
+        self.pickled: dict[int, bytes] = {}
         self._repeated: set[int] = set()
         for number, call in enumerate(calls):
             try:
-                self.calls[number] = pickled_call("score", **call)
-                self.waiting.append(number)
+                self.pickled[number] = pickled_call("score", **call)
             except Exception as error:
-                self.set_result(
-                    number,
-                    CallResult(
-                        failure="error", reason=f"its arguments cannot be sent: {type(error).__name__}: {error}"
-                    ),
-                )
+                self.fail(number, f"its arguments cannot be sent: {type(error).__name__}: {error}")
+        self.waiting = deque(self.pickled)
 
-    def set_result(self, number: int, result: CallResult) -> None:
-        """Record the result of a call, once."""
-        self.results[number] = result
-        self.unfinished -= 1
+    def fail(self, number: int, reason: str) -> None:
+        """Record the result of a call that is not made."""
+        self.results[number] = CallResult(failure="error", reason=reason)
 
     def can_repeat(self, number: int) -> bool:
         """Return whether a call may run a second time, and count that it does."""
@@ -198,7 +194,7 @@ class ScoreJob:
     def report(self, processes: Sequence[ScoreProcess], *, now: float) -> None:
         """Log what the batch waits for, and double the pause before the next report. now: monotonic seconds."""
         running = [
-            f"{self._names[process.pending[0]]} for {process.call_seconds(now):.0f} s"
+            f"{self._name(process.pending[0])} for {process.call_seconds(now):.0f} s"
             for process in processes
             if process.loaded and process.pending
         ]
@@ -214,19 +210,13 @@ class ScoreJob:
         )
         self.next_report = now + (now - self.started)
 
-    def fail_waiting(self, reason: str) -> None:
-        """Record every call that is not sent as failed."""
-        while self.waiting:
-            self.set_result(self.waiting.popleft(), CallResult(failure="error", reason=reason))
-
-
-def _call_name(number: int, call: Mapping[str, Any]) -> str:
-    """Return how the log names a call: by row, data source and index in the data."""
-    info = call.get("extra_info")
-    index = info.get("index") if isinstance(info, Mapping) else None
-    known = {"data_source": call.get("data_source"), "index": index}
-    named = ", ".join(f"{name}={value!r:.60}" for name, value in known.items() if value is not None)
-    return f"sample {number}" + (f" ({named})" if named else "")
+    def _name(self, number: int) -> str:
+        """Return how the log names a call: by row, data source and index in the data."""
+        call, info = self.calls[number], self.calls[number].get("extra_info")
+        index = info.get("index") if isinstance(info, Mapping) else None
+        known = {"data_source": call.get("data_source"), "index": index}
+        named = ", ".join(f"{name}={value!r:.60}" for name, value in known.items() if value is not None)
+        return f"sample {number}" + (f" ({named})" if named else "")
 
 
 def stop_all(processes: list[ScoreProcess], *, owner: int) -> None:
