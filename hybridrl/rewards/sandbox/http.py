@@ -9,6 +9,7 @@ everything else that says nothing about the program is tried again, and then rai
 
 import base64
 import binascii
+import functools
 import http.client
 import json
 import random
@@ -19,8 +20,16 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from hybridrl.rewards.sandbox.job import Limits, Outcome, Program, SandboxFailed, SandboxUnavailable, Verdict
-from hybridrl.rewards.sandbox.job import refusal as refusal_of
+from hybridrl.rewards.sandbox.job import (
+    PROBE,
+    Limits,
+    Outcome,
+    Program,
+    SandboxFailed,
+    SandboxUnavailable,
+    Verdict,
+    refusal,
+)
 
 KEY = "reward_model.sandbox_fusion.url"
 MAX_TRIES = 4
@@ -50,11 +59,11 @@ class HttpSandbox:
         self._places = threading.BoundedSemaphore(max_concurrent)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _of_settings, (self.url, self.max_concurrent)
+        return functools.partial(HttpSandbox, self.url, max_concurrent=self.max_concurrent), ()
 
     def run(self, program: Program) -> Outcome:
-        if (refusal := refusal_of(program)) is not None:
-            return refusal
+        if (refused := refusal(program)) is not None:
+            return refused
         if not self._places.acquire(timeout=WAIT_TIMEOUT_S):
             raise SandboxFailed(f"{self.max_concurrent} requests to {self.url} took more than {WAIT_TIMEOUT_S:g} s")
         try:
@@ -63,9 +72,8 @@ class HttpSandbox:
             self._places.release()
 
     def check(self) -> str:
-        probe = Program("import sys; print(sys.stdin.read()[::-1])", stdin="works")
         try:
-            outcome = self.run(probe)
+            outcome = self.run(PROBE)
         except SandboxFailed as error:
             raise SandboxUnavailable(
                 f"{KEY}={self.url}: {error}; start the server, correct the URL (SandboxFusion: .../run_code), or leave "
@@ -109,10 +117,6 @@ class HttpSandbox:
 
 class _TryAgain(Exception):
     """A failure that another try may not have."""
-
-
-def _of_settings(url: str, max_concurrent: int) -> HttpSandbox:
-    return HttpSandbox(url, max_concurrent=max_concurrent)
 
 
 def request_of(program: Program) -> dict[str, Any]:

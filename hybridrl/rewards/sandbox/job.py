@@ -84,6 +84,9 @@ class Program:
                 raise ValueError(f"{name!r} is no name of a file below the program's directory")
 
 
+PROBE = Program("import sys; print(sys.stdin.read()[::-1])", stdin="works")  # prints "skrow" where a sandbox works
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a program.

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.rewards.sandbox.job import (
+    PROBE,
     Limits,
     Outcome,
     Program,
@@ -62,7 +63,6 @@ WAY_OUT = (
     "--security-opt apparmor=unconfined, or install bubblewrap), or name a remote sandbox: "
     "reward_model.sandbox_fusion.url"
 )
-PROBE = "import sys; print(sys.stdin.read()[::-1])"
 
 
 class LocalSandbox:
@@ -229,7 +229,7 @@ def find_isolation(bwrap: str | None = None) -> str:
     reasons = []
     for isolation in isolations_to_try():
         try:
-            outcome = LocalSandbox(isolation, bwrap=bwrap).run(Program(PROBE, stdin="works"))
+            outcome = LocalSandbox(isolation, bwrap=bwrap).run(PROBE)
             if outcome.ok and outcome.stdout == "skrow\n":
                 return isolation
             reasons.append(f"{isolation}: a program that prints a word ended with {outcome.verdict} {outcome.detail}")
