@@ -175,14 +175,10 @@ def test_the_graph_of_a_file_in_dot_has_an_edge_per_flow_and_call(file, capsys):
     ]
 
 
-@pytest.mark.parametrize("kind", ["svg", "png"])
-def test_the_graph_of_a_file_is_drawn(file, tmp_path, capsys, kind):
-    path = tmp_path / f"graph.{kind}"
+def test_the_graph_of_a_file_is_drawn(file, tmp_path, capsys):
+    path = tmp_path / "graph.svg"
     assert cli.main(["job", "graph", str(file), "--output", str(path)]) == 0
     assert capsys.readouterr().out == f"wrote {path}\n"
-    if kind == "png":
-        assert path.read_bytes().startswith(b"\x89PNG")
-        return
     texts = texts_of(path)
     for text in ("grpo", "trainer x1", "actor x2", "project.workers:Reward", "feeds (2.5)", "weights"):
         assert text in texts

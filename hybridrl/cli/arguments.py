@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridrl import __version__, main_job
 
-TEXTS, PICTURES = ("text", "dot"), ("svg", "png")  # formats of a graph
+GRAPH_FORMATS = ("text", "dot", "svg")
 DEVICES = ("h100", "h800", "h200", "h20", "a100")  # of `simulation.DEVICES`
 
 
@@ -96,10 +96,8 @@ def _add_graph(job: argparse._SubParsersAction) -> None:
         "JOB_FILE: as for hybridrl job submit. key=value: as for python -m hybridrl.main_ppo, --config-name too; "
         "neither data nor a model is needed"
     )
-    graph.add_argument("--format", choices=[*TEXTS, *PICTURES], help="default: the suffix of FILE, or text")
-    graph.add_argument(
-        "--output", metavar="FILE", type=Path, help="where to write; default: standard output; required for a picture"
-    )
+    graph.add_argument("--format", choices=GRAPH_FORMATS, help="default: the suffix of FILE, or text")
+    graph.add_argument("--output", metavar="FILE", type=Path, help="where to write; default: standard output")
     graph.set_defaults(run_command="show_graph")
 
 

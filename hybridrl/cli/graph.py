@@ -3,23 +3,20 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Protocol
 
 from hybridrl import main_ppo, trainer
-from hybridrl.cli.arguments import PICTURES
+from hybridrl.cli.arguments import GRAPH_FORMATS
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
-from hybridrl.framework.graph import role_graph
-from hybridrl.framework.graph.drawing import draw_graph
+from hybridrl.framework.graph import role_graph, stage_graph
 from hybridrl.framework.graph.role_graph import RoleEdge, RoleGraph, RoleNode
-from hybridrl.framework.graph.stage_graph import RolePlacement, StageGraph, stage_graph, to_dot, to_text
-from hybridrl.master.job_files.job_file import JobFile, load_job_file, names_job_file
+from hybridrl.framework.graph.stage_graph import RolePlacement, StageGraph
+from hybridrl.master.job_files.job_file import load_job_file, names_job_file
 from hybridrl.master.plan.plan_table import plan_table
 from hybridrl.master.plan.spec import TRAINER, JobSpec
 from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.trainer import run
 
-TEXTS = {"text": to_text, "dot": to_dot}  # by the names of `arguments.TEXTS`
 AUTO_DEVICE = "\ntrainer.device=auto: a GPU each where the cluster has any, else a CPU alone\n"
 SUFFIXES = {"txt": "text", "gv": "dot"}  # file suffixes that are not the format's name
 
@@ -27,59 +24,46 @@ SUFFIXES = {"txt": "text", "gv": "dot"}  # file suffixes that are not the format
 def show_graph(arguments: argparse.Namespace) -> None:
     """Print or write the graph of the settings or the job file in `arguments.settings`."""
     kind = arguments.format or _kind_of(arguments.output)
-    if kind in PICTURES and arguments.output is None:
-        raise ConfigError(f"--format {kind}: a picture needs a file; add --output graph.{kind}")
-    settings = arguments.settings
+    settings, output = arguments.settings, arguments.output
     if settings and names_job_file(settings[0]):
         if len(settings) > 1:
             raise ConfigError(f"{' '.join(settings[1:])}: a job file takes no settings; change {settings[0]} itself")
-        _show(FileGraph(load_job_file(settings[0])), arguments.output, kind)
+        text = _roles_as(kind, settings[0])
+    else:
+        config = load_config(PPOConfig, settings, program="hybridrl job graph", config_name="ppo_trainer")
+        if config is None:  # --cfg job has shown the settings
+            return
+        text = _stages_as(kind, config)
+    if output is None:
+        sys.stdout.write(text)
         return
-    config = load_config(PPOConfig, settings, program="hybridrl job graph", config_name="ppo_trainer")
-    if config is None:  # --cfg job has shown the settings
-        return
-    _show(StepGraph(config), arguments.output, kind)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); choose another file") from error
+    sys.stdout.write(f"wrote {output}\n")
 
 
-class Shown(Protocol):
-    """A graph that can be shown: as text in a format of `TEXTS`, or drawn in a file as a picture."""
-
-    def text(self, kind: str) -> str:
-        """Return the graph in this format."""
-
-    def draw(self, path: Path, picture: str) -> None:
-        """Write the picture to the file."""
-
-
-class StepGraph:
-    """The stages of a PPO job; format text also has the job's placement groups and processes."""
-
-    def __init__(self, config: PPOConfig) -> None:
-        self._config, self._graph = config, job_graph(config)
-
-    def text(self, kind: str) -> str:
-        if kind != "text":
-            return TEXTS[kind](self._graph)
-        note = AUTO_DEVICE if self._config.trainer.device == "auto" else ""
-        return f"{to_text(self._graph)}\n{plan_table(job_plan(self._config))}{note}"
-
-    def draw(self, path: Path, picture: str) -> None:
-        draw_graph(self._graph, path, title=self._config.trainer.experiment_name, picture=picture)
+def _stages_as(kind: str, config: PPOConfig) -> str:
+    """Return the stages of a PPO job; as text, also the job's placement groups and processes."""
+    graph = job_graph(config)
+    if kind == "dot":
+        return stage_graph.to_dot(graph)
+    if kind == "svg":
+        return stage_graph.to_picture(graph, title=config.trainer.experiment_name)
+    note = AUTO_DEVICE if config.trainer.device == "auto" else ""
+    return f"{stage_graph.to_text(graph)}\n{plan_table(job_plan(config))}{note}"
 
 
-class FileGraph:
-    """The roles of a job file; format text also has the job's placement groups and processes."""
-
-    def __init__(self, file: JobFile) -> None:
-        self._file, self._graph = file, role_graph_of(file.job.spec)
-
-    def text(self, kind: str) -> str:
-        if kind != "text":
-            return role_graph.to_dot(self._graph)
-        return f"{role_graph.to_text(self._graph)}\n{plan_table(self._file.job.plan(self._file.name))}"
-
-    def draw(self, path: Path, picture: str) -> None:
-        role_graph.draw_roles(self._graph, path, title=self._file.name, picture=picture)
+def _roles_as(kind: str, path: str) -> str:
+    """Return the roles of a job file; as text, also the job's placement groups and processes."""
+    file = load_job_file(path)
+    graph = role_graph_of(file.job.spec)
+    if kind == "dot":
+        return role_graph.to_dot(graph)
+    if kind == "svg":
+        return role_graph.to_picture(graph, title=file.name)
+    return f"{role_graph.to_text(graph)}\n{plan_table(file.job.plan(file.name))}"
 
 
 def role_graph_of(spec: JobSpec) -> RoleGraph:
@@ -90,27 +74,16 @@ def role_graph_of(spec: JobSpec) -> RoleGraph:
     return RoleGraph(roles, edges, trainer)
 
 
-def _show(graph: Shown, output: Path | None, kind: str) -> None:
-    if output is None:
-        sys.stdout.write(graph.text(kind))
-        return
-    try:
-        if kind in PICTURES:
-            graph.draw(output, kind)
-        else:
-            output.write_text(graph.text(kind), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); choose another file") from error
-    sys.stdout.write(f"wrote {output}\n")
-
-
 def _kind_of(output: Path | None) -> str:
     if output is None:
         return "text"
     ending = output.suffix.lstrip(".").lower()
     kind = SUFFIXES.get(ending, ending)
-    if kind not in (*TEXTS, *PICTURES):
-        raise ConfigError(f"--output {output}: its suffix is no known format; add --format text, dot, svg or png")
+    if kind not in GRAPH_FORMATS:
+        raise ConfigError(
+            f"--output {output}: its suffix is no known format; add --format text, dot or svg (a browser shows SVG, "
+            "and Inkscape makes a PNG of it)"
+        )
     return kind
 
 
@@ -124,7 +97,8 @@ def job_graph(config: PPOConfig) -> StageGraph:
         for role in process.roles
     }
     step = trainer.RayPPOTrainer.step(config, main_ppo.worker_classes(config))
-    return stage_graph(run.preview_stages([stage.spec for stage in step if stage.enabled], config), placements)
+    stages = run.preview_stages([stage.spec for stage in step if stage.enabled], config)
+    return stage_graph.stage_graph(stages, placements)
 
 
 def job_plan(config: PPOConfig) -> Plan:

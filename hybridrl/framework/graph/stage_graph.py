@@ -2,8 +2,7 @@
 
     placements = {"actor": RolePlacement("global_pool", 8, "actor+critic"), ...}
     graph = stage_graph([spec_of(fn) for fn in trainer.stages()], placements)
-    to_text(graph), to_dot(graph)
-    draw_graph(graph, "graph.png")  # of drawing.py
+    to_text(graph), to_dot(graph), to_picture(graph, title="a job")
 
 `hybridrl job graph` builds it without starting anything. All facts come from the stages' specs (`StageSpec`), so the
 graph includes stages that the user adds.
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hybridrl.errors import ConfigError
+from hybridrl.framework.graph.drawing import Box, Line, to_svg
 from hybridrl.framework.stage import StageSpec
 
 DRIVER = "driver"  # shown as the role of stages that run in the driver
@@ -293,8 +293,8 @@ def to_dot(graph: StageGraph) -> str:
     """
     lines = ["digraph step {", "  rankdir=LR; nodesep=0.4; ranksep=0.8;", '  node [shape=box, fontname="Helvetica"];']
     lines += ['  edge [fontname="Helvetica", fontsize=9];']
-    lines += [f"  {_quoted(spec.name)} [{_node_style(graph, spec)}];" for spec in graph.stages]
-    lines += [f"  {_quoted(edge.source)} -> {_quoted(edge.target)} [{_edge_style(edge)}];" for edge in graph.edges]
+    lines += [f"  {quoted(spec.name)} [{_node_style(graph, spec)}];" for spec in graph.stages]
+    lines += [f"  {quoted(edge.source)} -> {quoted(edge.target)} [{_edge_style(edge)}];" for edge in graph.edges]
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -302,18 +302,65 @@ def _node_style(graph: StageGraph, spec: StageSpec) -> str:
     placement = graph.placement_of(spec)
     pool = None if placement is None else placement.pool
     where = () if placement is None else (f"{placement.pool} x{placement.num_processes}",)
-    label = _quoted("\n".join([spec.name, spec.role or DRIVER, *where]))
+    label = quoted("\n".join([spec.name, spec.role or DRIVER, *where]))
     shape = 'style="filled,rounded"' if spec.pure else 'style="filled", peripheries=2'
-    return f"label={label}, {shape}, fillcolor={_quoted(graph.colour_of(pool))}"
+    return f"label={label}, {shape}, fillcolor={quoted(graph.colour_of(pool))}"
 
 
 def _edge_style(edge: Edge) -> str:
     if edge.columns:
-        return f"label={_quoted(chr(10).join(edge.columns))}"
+        return f"label={quoted(chr(10).join(edge.columns))}"
     words = (["state"] if edge.state else []) + (["next step"] if edge.next_step else [])
     line = "style=dashed, penwidth=1.6" if edge.state else "style=dotted"
-    return f"{line}, label={_quoted(', '.join(words))}" + (", constraint=false" if edge.next_step else "")
+    return f"{line}, label={quoted(', '.join(words))}" + (", constraint=false" if edge.next_step else "")
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a string of the DOT language."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+# -- as a picture
+
+NOTES = (
+    "round: pure, may be run again;  square and heavy: runs once per step;  on one ground: could run at the same time",
+    "dot: writes;  arrow: reads;  dashed: state of a role;  dotted: order alone",
+)
+
+
+def to_picture(graph: StageGraph, *, title: str = "") -> str:
+    """Return the graph as SVG. A stage stands to the right of all stages that it waits for."""
+    boxes = [_box(graph, spec) for spec in sorted(graph.stages, key=lambda spec: graph.depth[spec.name])]
+    return to_svg(boxes, picture_lines(graph), title=title, notes=[*_pool_lines(graph), *NOTES])
+
+
+def _box(graph: StageGraph, spec: StageSpec) -> Box:
+    placement = graph.placement_of(spec)
+    where = () if placement is None else (f"{placement.pool} x{placement.num_processes}",)
+    colour = graph.colour_of(None if placement is None else placement.pool)
+    shaded = graph.depth[spec.name] % 2 == 1
+    return Box(spec.name, (spec.role or DRIVER, *where), colour, heavy=not spec.pure, shaded=shaded)
+
+
+def picture_lines(graph: StageGraph) -> list[Line]:
+    """Return the lines from top to bottom: columns by writer, then state, then order.
+
+    Columns with the same writer and the same readers are one line; unread ones have no arrow.
+    """
+    lines = []
+    for spec in graph.stages:
+        grouped: dict[tuple[str, ...], list[str]] = {}
+        for column in spec.writes:
+            readers = tuple(edge.target for edge in graph.edges if edge.source == spec.name and column in edge.columns)
+            grouped.setdefault(readers, []).append(column)
+        most_first = sorted(grouped.items(), key=lambda x: -len(x[0]))
+        lines += [Line(spec.name, readers, ", ".join(columns)) for readers, columns in most_first]
+    role_of = {spec.name: spec.role for spec in graph.stages}
+    others: dict[tuple[bool, bool, str], list[str]] = {}
+    for edge in graph.edges:
+        if not edge.columns:
+            others.setdefault((not edge.state, edge.next_step, edge.source), []).append(edge.target)
+    for (is_order, next_step, source), targets in sorted(others.items(), key=lambda x: x[0][:2]):
+        label = ("after" if is_order else f"state of {role_of[source]}") + (" (next step)" if next_step else "")
+        lines.append(Line(source, tuple(targets), label, "order" if is_order else "state"))
+    return lines

@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.framework import StageSpec
-from hybridrl.framework.graph.drawing import GAP, draw_graph, drawing_rows, slot_width
-from hybridrl.framework.graph.stage_graph import Edge, RolePlacement, stage_graph, to_dot, to_text
+from hybridrl.framework.graph.stage_graph import (
+    Edge,
+    RolePlacement,
+    picture_lines,
+    stage_graph,
+    to_dot,
+    to_picture,
+    to_text,
+)
 
 PLACEMENTS = {
     "policy": RolePlacement("all", 2, "policy+critic"),
@@ -190,58 +197,20 @@ def test_names_with_quotes_do_not_break_dot():
 
 
 def test_the_picture_has_a_line_for_every_column_with_an_arrow_for_every_reader():
-    rows = {row.label: row for row in drawing_rows(stage_graph(STEP, PLACEMENTS)) if row.kind == "columns"}
-    assert rows["scores"].source == "score" and rows["scores"].targets == ("learn", "improve")
-    assert rows["ids, seeds"].targets == ("write",)  # the same readers: one line
-    assert rows["guesses"].targets == ("learn",)
+    lines = {line.label: line for line in picture_lines(stage_graph(STEP, PLACEMENTS)) if line.kind == "data"}
+    assert lines["scores"].source == "score" and lines["scores"].targets == ("learn", "improve")
+    assert lines["ids, seeds"].targets == ("write",)  # the same readers: one line
+    assert lines["guesses"].targets == ("learn",)
 
 
 def test_unread_columns_are_in_the_picture_without_an_arrow():
-    rows = drawing_rows(stage_graph([StageSpec("draw", None, (), ("ids",))], {}))
-    assert [(row.label, row.targets) for row in rows] == [("ids", ())]
+    lines = picture_lines(stage_graph([StageSpec("draw", None, (), ("ids",))], {}))
+    assert [(line.label, line.targets) for line in lines] == [("ids", ())]
 
 
-def test_an_svg_holds_the_names_of_stages_roles_pools_and_columns_as_text(tmp_path):
-    draw_graph(stage_graph(STEP, PLACEMENTS), tmp_path / "graph.svg", title="a job", picture="svg")
-    texts = {
-        "".join(element.itertext())
-        for element in ElementTree.parse(tmp_path / "graph.svg").iter("{http://www.w3.org/2000/svg}text")
-    }
-    assert {spec.name for spec in STEP} | {
-        "policy",
-        "critic",
-        "all x2",
-        "few x1",
-        "ids, seeds",
-        "scores",
-        "a job",
-    } <= texts
+def test_the_picture_holds_the_names_of_stages_roles_pools_and_columns_as_text():
+    picture = ElementTree.fromstring(to_picture(stage_graph(STEP, PLACEMENTS), title="a job"))
+    texts = {"".join(element.itertext()) for element in picture.iter("{http://www.w3.org/2000/svg}text")}
+    names = {"policy", "critic", "all x2", "few x1", "ids, seeds", "scores", "a job"}
+    assert {spec.name for spec in STEP} | names <= texts
     assert "state of policy (next step)" in texts
-
-
-def test_a_png_is_as_wide_as_its_stages_need(tmp_path):
-    from matplotlib.image import imread
-
-    for number in (2, 6):
-        draw_graph(stage_graph(STEP[:number], PLACEMENTS), tmp_path / f"{number}.png")
-    few, many = (imread(tmp_path / f"{number}.png").shape[1] for number in (2, 6))
-    assert many - few == pytest.approx(4 * 1.42 * 130, abs=2)  # four slots more
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.png", "6.png"]  # nothing is left beside them
-
-
-def test_no_name_leaves_its_box():
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    long = [StageSpec("a_stage_with_quite_a_long_name", "a_role_with_quite_a_long_name_too", pure=True)]
-    graph = stage_graph(long, {long[0].role: RolePlacement("a_pool_that_is_called_something", 128, long[0].role)})
-    figure = Figure()
-    canvas = FigureCanvasAgg(figure)
-    for text, size, weight in (
-        (long[0].name, 9, "bold"),
-        (long[0].role, 7, "normal"),
-        ("a_pool_that_is_called_something x128", 7, "normal"),
-    ):
-        drawn = figure.text(0, 0, text, fontsize=size, fontweight=weight)
-        width = drawn.get_window_extent(canvas.get_renderer()).width / figure.dpi
-        assert width < slot_width(graph) - GAP
