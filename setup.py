@@ -66,7 +66,6 @@ setup(
         "math-verify[antlr4_9_3]>=0.9,<0.10",
         "cloudpickle>=3,<4",
         "tensorboard>=2.20,<3",
-        "matplotlib>=3.10,<4",
         "rich>=14,<16",
         "aiohttp>=3.12,<4",
     ],
@@ -83,6 +82,7 @@ setup(
         "dev": [
             *("pytest>=9.2,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "pytest-cov>=7.1,<8"),
             *("hypothesis>=6.170,<7", "gymnasium>=1.1,<2", "anthropic>=2.12,<3"),
+            "matplotlib>=3.10,<4",  # figures of benchmarks and examples
             *("ruff>=0.17,<0.18", "import-linter>=2.16,<3", "mypy>=2.4,<3", "pre-commit>=4.7,<5"),
         ],
     },

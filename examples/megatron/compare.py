@@ -7,9 +7,10 @@ Reads each directory's metrics.jsonl. A run is named after its directory.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrl.trainer.run.report import merge_steps, moving_average, series
+from hybridrl.trainer.run.report import merge_steps, series
 from hybridrl.trainer.run.tracking import METRICS_FILE, read_metrics
 
 PANELS = (
@@ -22,6 +23,17 @@ PANELS = (
 NO_AVERAGE = "training/rollout_probs_diff_max"  # a largest value is not noise
 LINES = ("-", "--", ":", "-.")  # curves on top of each other stay visible
 WIDTH = 7  # steps of the moving average
+
+
+def moving_average(values: Sequence[float], width: int) -> list[float]:
+    """Return the mean over `width` (made odd) values around each one.
+
+    At the start, where curves are steep, the window shrinks on both sides. At the end it keeps all values before, so
+    that the noise of one step is not mistaken for the result.
+    """
+    half = width // 2
+    windows = (values[max(0, i - half) : i + min(i, half) + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
 
 
 def accuracy(history: list[dict]) -> tuple[list[int], list[float]]:

@@ -46,3 +46,15 @@ def test_the_comparison_of_two_runs_writes_a_picture_and_prints_accuracies_and_d
         and "gradient norm 5.0e-01" in printed
     )
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_moving_average_of_a_straight_line_is_the_line_except_at_the_end():
+    line = [2.0 * i for i in range(20)]
+    assert compare.moving_average(line, 7)[:17] == pytest.approx(line[:17])
+    assert compare.moving_average([0.0, 3.0, 0.0, 3.0], 3) == pytest.approx([0.0, 1.0, 2.0, 1.5])
+
+
+def test_one_bad_step_at_the_end_does_not_bend_the_moving_average():
+    average = compare.moving_average([1.0] * 99 + [0.4], 10)
+    assert average[-1] == pytest.approx(0.9)  # of six values, one is 0.4
+    assert min(average[:94]) == 1.0

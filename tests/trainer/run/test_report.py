@@ -1,11 +1,9 @@
-"""The report: its lines of first and last values, and which curves are drawn."""
+"""The closing lines of a run: outputs, first and last values, stages, answers."""
 
 import json
 import math
 
-import pytest
-
-from hybridrl.trainer.run.report import final_report, merge_steps, moving_average, report_run, series, write_report
+from hybridrl.trainer.run.report import merge_steps, report_run, series, stage_lines, value_lines
 from hybridrl.trainer.run.samples import format_answer, read_examples, save_examples
 
 ACC = "val-core/arithmetic/acc/mean@1"
@@ -20,12 +18,7 @@ def _history(steps=30):
 
 
 def test_the_report_has_first_and_last_values():
-    lines = final_report(
-        _history(), written={"checkpoints": "/runs/a", "metrics": "/runs/a/metrics.jsonl"}
-    ).splitlines()
-    assert lines == [
-        "checkpoints: /runs/a",
-        "metrics: /runs/a/metrics.jsonl",
+    assert value_lines(_history()) == [
         # of 3 steps: 1, 2, 3 and 28, 29, 30
         "training reward, mean of the first and last tenth: 0.020 -> 0.290 (step 1 -> 30)",
         "validation arithmetic acc mean@1: 0.200 -> 0.800 (step 0 -> 30)",
@@ -40,7 +33,7 @@ def test_the_report_has_the_usual_seconds_of_each_stage_beside_its_share_of_the_
         | {"timing_s/next_batch": moving, "perf/mfu/rollout": 0.03}
         for step, (gen, reward, moving) in enumerate(zip(generated, scored, moved, strict=True), start=1)
     ]
-    assert final_report(history).splitlines() == [
+    assert stage_lines(history) == [
         "  stage                 s a step   share      MFU",
         "  gen                      1.500     75%    3.00%",
         "  reward                   0.400     20%",
@@ -48,14 +41,14 @@ def test_the_report_has_the_usual_seconds_of_each_stage_beside_its_share_of_the_
 
 
 def test_a_metric_measured_once_or_never_finite_is_reported_as_such():
-    assert final_report([{"step": 4, ACC: 0.5}]) == "validation arithmetic acc mean@1: 0.500 (step 4)"
-    assert final_report([{"step": 4, ACC: math.nan}]) == "validation arithmetic acc mean@1: no finite value"
-    assert final_report([]) == ""
+    assert value_lines([{"step": 4, ACC: 0.5}]) == ["validation arithmetic acc mean@1: 0.500 (step 4)"]
+    assert value_lines([{"step": 4, ACC: math.nan}]) == ["validation arithmetic acc mean@1: no finite value"]
+    assert value_lines([]) == stage_lines([]) == []
 
 
 def test_supervised_runs_report_their_losses():
     history = [{"step": step, "train/loss": 4.0 / step} for step in (1, 2, 4)] + [{"step": 4, "val/loss": 1.25}]
-    assert final_report(history).splitlines() == [
+    assert value_lines(history) == [
         "training loss, mean of the first and last tenth: 4.000 -> 1.000 (step 1 -> 4)",
         "val/loss: 1.250 (step 4)",
     ]
@@ -71,77 +64,6 @@ def test_a_series_omits_gaps_and_values_that_are_not_finite():
     assert series(history, "a") == ([1, 4], [1.0, 2.0])
 
 
-def test_the_moving_average_of_a_straight_line_is_the_line_except_at_the_end():
-    line = [2.0 * i for i in range(20)]
-    assert moving_average(line, 7)[:17] == pytest.approx(line[:17])
-    assert moving_average([0.0, 3.0, 0.0, 3.0], 3) == pytest.approx([0.0, 1.0, 2.0, 1.5])
-
-
-def test_one_bad_step_at_the_end_does_not_bend_the_moving_average():
-    average = moving_average([1.0] * 99 + [0.4], 10)
-    assert average[-1] == pytest.approx(0.9)  # of six values, one is 0.4
-    assert min(average[:94]) == 1.0
-
-
-def _panels(directory, history, monkeypatch):
-    """Write the report and return the labels of the curves by the title of their panel."""
-    from matplotlib.figure import Figure
-
-    drawn = {}
-    save = Figure.savefig
-
-    def savefig(figure, *args, **kwargs):
-        for axes in figure.axes:
-            key = axes.get_title() or "right of the panel before"
-            drawn[key] = [line.get_label() for line in axes.lines if not line.get_label().startswith("_")]
-        return save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return write_report(directory, history), drawn
-
-
-def test_the_picture_has_a_panel_for_each_measured_group_and_no_empty_one(tmp_path, monkeypatch):
-    paths, drawn = _panels(tmp_path / "new", _history(), monkeypatch)
-    assert paths == [tmp_path / "new" / "learning_curve.png"]
-    assert paths[0].read_bytes().startswith(b"\x89PNG")
-    assert drawn == {
-        "Reward and validation": ["training reward", "validation acc mean@1"],
-        "Response length": ["mean length"],
-        "Entropy and KL": ["entropy"],
-        "Step time": ["step"],
-    }
-
-
-def test_kl_has_an_axis_of_its_own_beside_entropy(tmp_path, monkeypatch):
-    history = [{"step": step, "actor/entropy": 0.3, "actor/kl_loss": 0.001} for step in (1, 2)]
-    _, drawn = _panels(tmp_path, history, monkeypatch)
-    assert drawn == {"Entropy and KL": ["entropy"], "right of the panel before": ["KL loss (right)"]}
-
-
-def test_a_curve_that_is_always_zero_is_omitted_and_no_axis_starts_below_zero(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    bottoms = {}
-    monkeypatch.setattr(
-        Figure,
-        "savefig",
-        lambda figure, *_, **__: bottoms.update({a.get_title(): a.get_ylim()[0] for a in figure.axes}),
-    )
-    history = [
-        {"step": s, "actor/entropy": s - 1.0, "actor/ppo_kl": 0.0, "critic/score/mean": s - 3.0} for s in (1, 2, 3)
-    ]
-    write_report(tmp_path, history)
-    assert (
-        bottoms.keys() == {"Entropy and KL", "Reward"} and bottoms["Entropy and KL"] == 0
-    )  # no axis of its own for the KL
-    assert bottoms["Reward"] < -2
-
-
-def test_without_metrics_nothing_is_drawn(tmp_path):
-    assert write_report(tmp_path, [{"step": 1, "critic/score/mean": math.nan}]) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_finished_run_is_reported_from_its_directory(tmp_path):
     lines = [json.dumps({"step": 0, ACC: 0.25}), json.dumps({"step": 5, ACC: 0.75}), '{"step": 6, ']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
@@ -150,24 +72,16 @@ def test_a_finished_run_is_reported_from_its_directory(tmp_path):
     ).splitlines() == [
         "last checkpoint: /runs/global_step_5",
         f"metrics: {tmp_path / 'metrics.jsonl'}",
-        f"learning curve: {tmp_path / 'learning_curve.png'}",
+        f"curves: hybridrl view {tmp_path}",
         "rollouts: /r",
         "validation arithmetic acc mean@1: 0.250 -> 0.750 (step 0 -> 5)",
     ]
 
 
-def test_a_full_disk_costs_a_finished_run_its_picture_only(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, ACC: 0.25}))
-    (tmp_path / "learning_curve.png").symlink_to("/dev/full")
-    assert "last checkpoint: /runs/global_step_5\n" in report_run(tmp_path, checkpoint="/runs/global_step_5")
-    assert "learning_curve.png: cannot be drawn (No space left on device)" in caplog.text
-    assert not (tmp_path / "learning_curve.png").is_symlink()
-
-
 def test_a_run_without_stored_metrics_says_how_to_store_them(tmp_path):
     assert report_run(tmp_path, checkpoint=None).splitlines() == [
         "last checkpoint: none: trainer.save_freq=N commits every N steps and at the end",
-        "metrics: not stored: add jsonl to trainer.logger for metrics and learning curves",
+        "metrics: not stored: add jsonl to trainer.logger for metrics and curves",
     ]
 
 
