@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class Submitted(Protocol):
+class TimedWork(Protocol):
     """What a stage with `submits=True` may yield, so that its seconds count while other stages run.
 
     Attributes:
@@ -34,7 +34,7 @@ class Submitted(Protocol):
 class StepTimer:
     """Measures both halves of every stage, in seconds.
 
-    The time between the halves counts if the stage yields a `Submitted`, for as long as its work was in progress.
+    The time between the halves counts if the stage yields a `TimedWork`, for as long as its work was in progress.
 
     Args:
         print_per_step: Every so many steps one line per stage is logged, and shown on stderr if logging is not set
@@ -91,7 +91,7 @@ class StepTimer:
             halves.close()
             raise
         elapsed = clock() - start
-        if submitted is not None and isinstance(submitted, Submitted):
+        if submitted is not None and isinstance(submitted, TimedWork):
             elapsed += min(start, submitted.end) - submitted.begin  # while this thread did something else
         self._add(ctx, name, elapsed, run=total + elapsed)
 

@@ -13,7 +13,7 @@ from hybridrl.data_plane.futures import DataProtoFuture
 
 
 class SubmittedCall:
-    """The call, and when its workers had it; see `framework.wrapper.Submitted`.
+    """The call, and when its workers had it; see `framework.wrapper.TimedWork`.
 
     Args:
         group: The worker group.

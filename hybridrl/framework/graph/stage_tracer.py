@@ -11,7 +11,7 @@ from types import GeneratorType
 from typing import Any
 
 from hybridrl.framework.stage import StageFn, StageSpec, spec_of
-from hybridrl.framework.wrapper import Submitted
+from hybridrl.framework.wrapper import TimedWork
 from hybridrl.single_controller.monitoring.tracing import DRIVER, record_span, span
 
 SUBMITTED = "submitted"  # row of the driver for work that ran while its main thread did something else
@@ -50,7 +50,7 @@ class StageTracer:
                 resumed = time.perf_counter()
                 with self._span(spec, ctx):
                     following = next(halves, self)
-                if isinstance(submitted, Submitted) and (end := min(resumed, submitted.end)) > submitted.begin:
+                if isinstance(submitted, TimedWork) and (end := min(resumed, submitted.end)) > submitted.begin:
                     record_span("stage", spec.name, submitted.begin, end, thread=SUBMITTED, **self._facts(spec, ctx))
                 submitted = following
 

@@ -63,7 +63,7 @@ def value_lines(history: History) -> list[str]:
     Args:
         history: Of `merge_steps`.
     """
-    lines = []
+    lines: list[str] = []
     for name, label in (("critic/score/mean", "reward"), ("train/loss", "loss")):
         if (points := series(history, name))[0] and not lines:
             lines.append(_change(f"training {label}, mean of the first and last tenth", _ends(points)))
