@@ -124,7 +124,7 @@ class ScoreProcessPool:
         for key, _ in self._selector.select(0 if lost else max(wait_s, 0)):
             process = key.data
             job.results.update(process.receive())
-            if process.idle and process.pending:
+            if process.idle and not process.lost:
                 job.requeue(process.pending)
         failures = [self._replace(process, job) for process in self._processes[:] if process.failed(now)]
         return next(filter(None, failures), None)

@@ -145,7 +145,8 @@ class ChildProgram(ChildProcess):
     Attributes:
         socket: The connection.
         pid: Its process id, once it has started.
-        idle: The object is loaded, and it waits for calls.
+        loaded: The object is there.
+        idle: It has answered what it was sent, as far as it will, and waits for calls.
         pending: The caller's names of the calls sent and not answered, the running one first.
     """
 
@@ -199,11 +200,11 @@ class ChildProgram(ChildProcess):
             self.pid = pid
         if (pid, number) != (self.pid, self._num_frames):
             raise ProtocolError("something else than its program sent an answer (a process that it started?)")
-        expected = KINDS[min(number, 2)] if number < 2 or self.pending else ()
+        expected = KINDS[min(self._num_frames, 2)] if self._num_frames < 2 or self.pending else ()
         if kind not in expected or (kind in ("failed", "error") and not _is_described(value)):
             raise ProtocolError("it sent an answer that nobody asked for")
         self._num_frames += 1
-        self.loaded, self.idle = self.loaded or kind == "ready", is_idle is True
+        self.loaded, self.idle = self.loaded or kind == "ready", is_idle is True and kind != "importing"
         return kind, value
 
     def end(self) -> int | None:

@@ -168,6 +168,16 @@ def test_a_frame_that_the_program_does_not_send_is_refused(start, payload):
         call(child, ("write", {"data": len(payload).to_bytes(4, "big") + payload}))
 
 
+def test_only_an_answer_to_a_call_says_that_the_child_is_idle(start):
+    child, _ = start()
+    frames = [b'[%d, 2.0, "importing", null, true]' % child.pid, b'[%d, 3, "ok", 1, true]' % child.pid]
+    child.frame_of_calls("ab", [])
+    [first] = child.answers(len(frames[0]).to_bytes(4, "big") + frames[0])
+    assert first == ("importing", None, None) and not child.idle
+    [second] = child.answers(len(frames[1]).to_bytes(4, "big") + frames[1])
+    assert second == ("ok", 1, "a") and child.idle and list(child.pending) == ["b"]
+
+
 def test_a_frame_that_claims_gigabytes_is_refused_before_it_is_there(start):
     child, _ = start()
     with pytest.raises(ProtocolError, match="3814 MB; at most 64"):
