@@ -1,8 +1,11 @@
 """verl's import path of the data plane: `from hybridrl.protocol import DataProto`.
 
-Re-exports only; the code is in `data_plane`.
+Re-exports only; the code is in `data_plane`. Few programs use its `reshaping`, which is loaded when asked for.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from hybridrl import data_plane
 from hybridrl.data_plane.batch import DataProto, collate_fn
 from hybridrl.data_plane.chunking import DataProtoConfig
 from hybridrl.data_plane.futures import DataProtoFuture
@@ -12,13 +15,6 @@ from hybridrl.data_plane.merging import (
     union_tensor_dict,
     union_two_dict,
 )
-from hybridrl.data_plane.reshaping import (
-    all_gather_data_proto,
-    fold_batch_dim,
-    pad_dataproto_to_divisor,
-    unfold_batch_dim,
-    unpad_dataproto,
-)
 from hybridrl.data_plane.rows import DataProtoItem
 from hybridrl.data_plane.serialization import (
     deserialize_single_tensor,
@@ -26,6 +22,22 @@ from hybridrl.data_plane.serialization import (
     serialize_single_tensor,
     serialize_tensordict,
 )
+
+if TYPE_CHECKING:
+    from hybridrl.data_plane.reshaping import (
+        all_gather_data_proto,
+        fold_batch_dim,
+        pad_dataproto_to_divisor,
+        unfold_batch_dim,
+        unpad_dataproto,
+    )
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return getattr(data_plane, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "DataProto",

@@ -19,7 +19,6 @@ from tests.support.source.imports import OWN, ROOT, Source, script_imports
 
 MAX_MODULES = 12  # in one folder, `__init__` not counted
 MORE_MODULES = {
-    "hybridrl/data_plane": 15,  # the one container and what it is made of
     "hybridrl": 14,  # programs have verl's names, one module each: hybridrl.main_eval, hybridrl.main_generation
 }
 CONTRACTS = {"layers": LayersContract, "forbidden": ForbiddenContract, "independence": IndependenceContract}

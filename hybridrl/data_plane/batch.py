@@ -6,7 +6,7 @@ It is the one container that crosses processes.
     non_tensor_batch   dict of numpy arrays (object arrays for anything): the other columns, same rows
     meta_info          dict: values of the whole batch
 
-Names and semantics are verl's. Writing to a received batch is safe and private (`sharing.py`). This module makes,
+Names and semantics are verl's. Writing to a received batch is safe and private (`rows.py`). This module makes,
 converts and merges whole batches. Operations on their rows are in `rows.py`, on one column in `columns.py`, merging
 rules in `merging.py`, bytes in `serialization.py`, and references to remote batches in `futures.py`.
 """

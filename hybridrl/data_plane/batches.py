@@ -18,7 +18,7 @@ def is_batch(value: Any) -> bool:
 
 def is_data_proto(value: Any) -> bool:
     """Return whether the value is a `DataProto`."""
-    return _is_instance(value, "hybridrl.data_plane.sharing", "CopyOnWrite")
+    return _is_instance(value, "hybridrl.data_plane.rows", "Rows")
 
 
 def chunk_rows(batch: Any, parts: int) -> list:

@@ -123,17 +123,6 @@ def slice_rows(column: C, start: int, stop: int) -> C:
     return column[start:stop]
 
 
-def is_partition(bounds: Sequence[tuple[int, int]], num_rows: int) -> bool:
-    """Return whether [start, stop) ranges are consecutive and cover all rows."""
-    return (
-        bool(bounds) and bounds[0][0] == 0 and bounds[-1][1] == num_rows and all(map(_are_adjacent, bounds, bounds[1:]))
-    )
-
-
-def _are_adjacent(first: tuple[int, int], second: tuple[int, int]) -> bool:
-    return first[1] == second[0]
-
-
 def without_holes(jagged: torch.Tensor) -> torch.Tensor:
     """Return a jagged tensor whose values are exactly its rows.
 
@@ -331,3 +320,19 @@ def split_across_columns(name: str, column: C, parts: int) -> C:
             f"the second dimension of column {name!r}, which is {shape}, cannot be split into {parts} equal parts"
         )
     return column.reshape(len(column) * parts, column.shape[1] // parts, *column.shape[2:])
+
+
+def private_copy(column: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a received column.
+
+    numpy allocates it, because it asks the kernel for huge pages: page faults dominate the cost of copying.
+    """
+    if column.is_nested:
+        # clone() would not copy the offsets.
+        values, offsets = private_copy(column.values()), private_copy(jagged_offsets(column))
+        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=jagged_dim(column))
+    if not column.nbytes:
+        return column.clone()
+    copy = torch.from_numpy(np.empty(column.nbytes, dtype=np.uint8))
+    copy.copy_(column.reshape(-1).view(torch.uint8))
+    return copy.view(column.dtype).view(column.shape)

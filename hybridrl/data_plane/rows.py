@@ -1,12 +1,23 @@
 """`Rows`: what a batch consists of, and the selection, repetition and cutting of its rows.
 
 `DataProto` (`batch.py`) adds how a batch is made, converted and merged, and what its columns are called.
+
+Writes to received tensor columns stay private to the process. Ray maps a received buffer straight from memory that all
+readers on the machine share, and maps it *writable*. numpy refuses to write to it. torch does not: an in-place write
+succeeds and changes what every other reader gets from then on. Copying on arrival would be safe but costs more than
+sending and receiving together. So a received column is copied when it is first handed out for anything but reading in
+this package. Code that only forwards a batch, concatenates it or selects rows never pays. torch's own copy-on-write
+storage (`torch._lazy_clone`) refuses memory that torch did not allocate.
+
+Numeric array columns are small and copied on arrival. Arrays inside object columns and inside meta_info stay read-only,
+enforced by numpy: copy one before `torch.from_numpy`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,10 +28,11 @@ from hybridrl.data_plane import columns
 from hybridrl.data_plane.chunking import AUTO_PADDING_KEY, DataProtoConfig, even_bounds
 from hybridrl.data_plane.columns import RowIndex
 from hybridrl.data_plane.merging import select_entries
-from hybridrl.data_plane.sharing import CopyOnWrite
 from hybridrl.errors import DataError
 
 B = TypeVar("B")
+# Two threads of a driver may read the same received batch at once; both must get the same copy.
+_COPYING = threading.Lock()
 
 
 @dataclass
@@ -32,7 +44,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-class Rows(CopyOnWrite):
+class Rows:
     """Rows of tensor columns, array columns and meta_info; see `DataProto`, which users have.
 
     Methods return new batches that share meta_info, unless they say "in place".
@@ -48,6 +60,37 @@ class Rows(CopyOnWrite):
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
         self.check_consistency()
+
+    @property
+    def batch(self) -> TensorDict:
+        """The tensor columns, private to this process from now on.
+
+        None if there are no columns; the annotation omits this.
+        """
+        self._make_private()
+        return self._batch  # type: ignore[return-value]
+
+    @batch.setter
+    def batch(self, batch: TensorDict | None) -> None:
+        self._batch = batch
+        self._shared: set[str] = set()
+
+    def _set_shared(self, batch: TensorDict, shared: set[str]) -> None:
+        """Set a TensorDict whose columns named in `shared` must not be written to."""
+        self._batch, self._shared = batch, shared
+
+    def _make_private(self, names: Iterable[str] | None = None) -> None:
+        """Copy the named columns (default: all) out of shared memory."""
+        if self._batch is None or not self._shared:
+            return
+        with _COPYING:
+            for name in self._shared & set(self._shared if names is None else names):
+                self._batch.set(name, columns.private_copy(self._batch.get(name)))
+                self._shared.discard(name)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensor columns, for reading only."""
+        return {} if self._batch is None else cast(dict[str, torch.Tensor], dict(self._batch.items()))
 
     def check_consistency(self) -> None:
         """Check that this is a batch: one batch dimension, columns of one length.
@@ -104,19 +147,14 @@ class Rows(CopyOnWrite):
     def split_at(self, bounds: Sequence[tuple[int, int]]) -> list[Self]:
         """Return views of these [start, stop) ranges of rows."""
         self._make_private()
-        if (
-            self._batch is None
-            or not columns.is_partition(bounds, len(self))
-            or any(t.is_nested for t in self._tensors().values())
-        ):
+        starts, stops = [start for start, _ in bounds], [stop for _, stop in bounds]
+        is_partition = [0, *stops] == [*starts, len(self)]
+        if self._batch is None or not is_partition or any(t.is_nested for t in self._tensors().values()):
             return [
                 self._map_columns(partial(columns.slice_rows, start=start, stop=stop), num_rows=stop - start)
                 for start, stop in bounds
             ]
-        is_even = bounds[0][1] * len(bounds) == len(self) > 0  # TensorDict splits equal parts faster
-        batches = (
-            self._batch.chunk(len(bounds)) if is_even else self._batch.split([stop - start for start, stop in bounds])
-        )
+        batches = self._batch.split([stop - start for start, stop in bounds])  # faster than slices
         arrays = ({k: v[start:stop] for k, v in self.non_tensor_batch.items()} for start, stop in bounds)
         return [self._with_columns(batch, own) for batch, own in zip(batches, arrays, strict=True)]
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hybridrl.data_plane.columns import jagged_dim, jagged_offsets, without_holes
+from hybridrl.data_plane.columns import jagged_dim, jagged_offsets, private_copy, without_holes
 from hybridrl.data_plane.meta_info import GenerationRequest, UpdatePlan
-from hybridrl.data_plane.sharing import private_copy
 from hybridrl.errors import DataError
 from hybridrl.system.atomic_write import atomic_write
 

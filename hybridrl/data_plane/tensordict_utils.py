@@ -19,47 +19,21 @@ from hybridrl.data_plane.columns import (
     Column,
     RowIndex,
     check_tensor_column,
-    concat_nested_tensors,
     deep_equal,
     jagged_dim,
     jagged_offsets,
-    nested_tensor_from_tensor_list,
     one_object_per_row,
     row_index,
     slice_rows,
     take_rows,
 )
+from hybridrl.data_plane.columns import concat_nested_tensors as concat_nested_tensors
+from hybridrl.data_plane.columns import nested_tensor_from_tensor_list as nested_tensor_from_tensor_list
 from hybridrl.data_plane.conversion import non_tensor_stack, plain_value
-from hybridrl.data_plane.merging import concat_columns, list_of_dict_to_dict_of_list, union_tensor_dict
+from hybridrl.data_plane.merging import concat_columns, list_of_dict_to_dict_of_list
+from hybridrl.data_plane.merging import union_tensor_dict as union_tensor_dict
 from hybridrl.data_plane.rows import iterate_mini_batches
 from hybridrl.errors import DataError
-
-__all__ = [
-    "assert_tensordict_eq",
-    "assign_non_tensor",
-    "assign_non_tensor_data",
-    "assign_non_tensor_stack",
-    "chunk_tensordict",
-    "concat_nested_tensors",
-    "concat_tensordict",
-    "concat_tensordict_with_none_bsz",
-    "contiguous",
-    "get",
-    "get_keys",
-    "get_non_tensor_data",
-    "get_tensordict",
-    "index_select_tensor_dict",
-    "list_of_dict_to_tensordict",
-    "make_iterator",
-    "maybe_fix_3d_position_ids",
-    "nested_tensor_from_tensor_list",
-    "pad_to_divisor",
-    "pop",
-    "pop_keys",
-    "union_tensor_dict",
-    "unpad",
-    "unwrap_non_tensor_data",
-]
 
 # Entries.
 
