@@ -28,11 +28,8 @@ TWINS = {
     "Pending": "to be renamed",
     "Plan": "to be renamed",
     "Role": "to be renamed",
-    "RoleProcesses": "to be renamed",
     "ShortRound": "to be renamed",
-    "Stored": "to be renamed",
     "Task": "to be renamed",
-    "Worker": "to be renamed",
     "Workload": "to be renamed",
     "_OpenRequest": "to be renamed",
 }

@@ -11,8 +11,8 @@ from .future_sequence import FutureSequence as FutureSequence
 from .role_group import RoleActor as RoleActor
 from .role_group import RoleGroup as RoleGroup
 from .role_group import create_rpc_proxy as create_rpc_proxy
-from .role_type import RLRoleType as RLRoleType
 from .rpc_endpoints import export_rpc_instance as export_rpc_instance
 from .rpc_endpoints import export_rpc_method as export_rpc_method
 from .rpc_endpoints import rpc as rpc
+from .runtime import RLRoleType as RLRoleType
 from .runtime import current_worker as current_worker

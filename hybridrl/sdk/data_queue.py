@@ -24,7 +24,7 @@ from hybridrl.errors import CallTimeout, ConfigError
 from hybridrl.master.jobs.job_context import current_context
 from hybridrl.master.jobs.roster import queue_owner, register_queue
 from hybridrl.master.plan.spec import TRAINER
-from hybridrl.sdk.role_calls import current_processes
+from hybridrl.sdk.role_calls import known_role
 from hybridrl.sdk.role_group import RoleActor
 from hybridrl.sdk.runtime import current_worker
 from hybridrl.single_controller import endpoints
@@ -134,21 +134,21 @@ class DataQueue(Generic[T]):
             self._owner_actor = RoleActor(role, int(rank))
         return self._owner_actor
 
-    def _stored(self, value: T) -> "Stored | T":
+    def _stored(self, value: T) -> "StoredElement | T":
         """Return a value, or a reference to it if it is large."""
-        stored = current_processes(self._owner().role).group.put(value)
-        return value if stored is value else Stored(stored)
+        stored = known_role(self._owner().role).group.put(value)
+        return value if stored is value else StoredElement(stored)
 
     def _loaded(self, elements: Sequence[Any]) -> list[T]:
-        if not (references := [element.reference for element in elements if isinstance(element, Stored)]):
+        if not (references := [element.reference for element in elements if isinstance(element, StoredElement)]):
             return list(elements)
-        group = current_processes(self._owner().role).group
+        group = known_role(self._owner().role).group
         values = iter(group.fetch(references, method=f"DataQueue.{self.name}.get", timeout_s=CALL_TIMEOUT_S))
-        return [next(values) if isinstance(element, Stored) else element for element in elements]
+        return [next(values) if isinstance(element, StoredElement) else element for element in elements]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredElement:
     """An element in Ray's object store."""
 
     reference: Any

@@ -11,7 +11,14 @@ from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
-__all__ = ["Future", "FutureSequence", "balanced_sizes"]
+__all__ = ["Future", "FutureSequence", "ended"]
+
+
+def ended(value: T) -> "Future[T]":
+    """Return the future of a value that is there."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 class FutureSequence(Sequence[T]):
@@ -31,9 +38,7 @@ class FutureSequence(Sequence[T]):
     @classmethod
     def of(cls, values: Sequence[T]) -> "FutureSequence[T]":
         """Return values that are known already."""
-        part: Future[Sequence[T]] = Future()
-        part.set_result(values)
-        return cls([part], [len(values)])
+        return cls([ended(values)], [len(values)])
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -91,9 +96,3 @@ class FutureSequence(Sequence[T]):
     def __repr__(self) -> str:
         ready = sum(size for part, size in zip(self._parts, self._sizes, strict=True) if part.done())
         return f"<FutureSequence of {len(self)}, {ready} ready>"
-
-
-def balanced_sizes(size: int, num_parts: int) -> list[int]:
-    """Return the lengths of the parts of a batch: they differ by at most one, the first ones are larger."""
-    least, rest = divmod(size, num_parts)
-    return [least + (part < rest) for part in range(num_parts)]

@@ -51,8 +51,7 @@ class PendingCalls:
         self._watched: set[PendingCall] = set()
         self._changed = threading.Condition()
         self._ready: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._num_threads = self._num_idle = 0
-        self._of_thread = threading.local()
+        self._threads: list[threading.Thread] = []  # that resolve calls
         self._timer: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -70,7 +69,7 @@ class PendingCalls:
 
     def work(self, timeout_s: float) -> bool:
         """Resolve one call, if the current thread is one that resolves calls; return whether it is."""
-        if not getattr(self._of_thread, "resolves", False):
+        if threading.current_thread() not in self._threads:
             return False
         with suppress(queue.Empty):
             self._ready.get(timeout=timeout_s)()
@@ -90,19 +89,13 @@ class PendingCalls:
             if call not in self._watched:
                 return
             self._watched.discard(call)
-            if self._num_idle == 0 and self._num_threads < MAX_THREADS:
-                self._num_threads += 1
-                self._start(f"resolves-calls-{self._num_threads}", self._resolve_all)
-            else:
-                self._num_idle = max(0, self._num_idle - 1)
+            if len(self._threads) < MAX_THREADS:
+                self._threads.append(self._start(f"resolves-calls-{len(self._threads)}", self._resolve_all))
         self._ready.put(call.resolve)
 
     def _resolve_all(self) -> None:
-        self._of_thread.resolves = True
         while True:
             self._ready.get()()
-            with self._changed:
-                self._num_idle = min(self._num_idle + 1, self._num_threads)
 
     def _check_all(self) -> None:
         """Release the calls whose deadline has passed, or whose process was lost."""

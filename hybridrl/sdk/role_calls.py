@@ -1,8 +1,8 @@
 """Calls on the processes of a role that return at once: `start_call` sends one and returns its future.
 
-Any process of a job may call any role. Who is called is looked up once per role (`current_processes`) and again after a
-loss. A call whose process was lost is sent again in two cases only: the process had been replaced before the call
-began, so that nothing ran; or its endpoint is idempotent. Otherwise the future gets the loss, in the master's words.
+Any process of a job may call any role. Who is called is looked up once per role (`known_role`) and again after a loss.
+A call whose process was lost is sent again in two cases only: the process had been replaced before the call began, so
+that nothing ran; or its endpoint is idempotent. Otherwise the future gets the loss, in the master's words.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ REPLACED_POLL_S = 0.25  # a loss is known to the caller before the job superviso
 REPLACED_TIMEOUT_S = 60.0
 
 
-class RoleProcesses:
+class KnownRole:
     """The processes of a role at one epoch, as a worker group of this process.
 
     Attributes:
@@ -36,21 +36,16 @@ class RoleProcesses:
     """
 
     def __init__(self, roster: Roster) -> None:
-        now = time.monotonic()
-        self.epoch, self.ready_at, self.endpoints = (
-            roster.epoch,
-            [now - s for s in roster.ready_for_s],
-            roster.endpoints,
-        )
+        self.epoch, self.endpoints, self.names = roster.epoch, roster.endpoints, list(roster.handle.names)
+        self.ready_at = [time.monotonic() - seconds for seconds in roster.ready_for_s]
         self.group: WorkerGroup = roster.handle.to_group()
-        self.names = list(roster.handle.names)
 
 
-_KNOWN: dict[str, RoleProcesses] = {}  # role -> processes that were looked up last
+_KNOWN: dict[str, KnownRole] = {}  # role -> processes that were looked up last
 _KNOWN_LOCK = threading.Lock()
 
 
-def current_processes(role: str, *, after: RoleProcesses | None = None) -> RoleProcesses:
+def known_role(role: str, *, after: KnownRole | None = None) -> KnownRole:
     """Return the processes of a role; from memory, unless they are those of `after`.
 
     Args:
@@ -65,7 +60,7 @@ def current_processes(role: str, *, after: RoleProcesses | None = None) -> RoleP
     if known is not None and roster.epoch == known.epoch:
         return known
     with _KNOWN_LOCK:
-        _KNOWN[role] = RoleProcesses(roster)
+        _KNOWN[role] = KnownRole(roster)
         return _KNOWN[role]
 
 
@@ -92,7 +87,7 @@ class RoleCall:
 
     role: str
     method: str
-    processes: RoleProcesses
+    processes: KnownRole
     invocation: Invocation
     ranks: Sequence[int]
     arguments: Sequence[Arguments]
@@ -154,12 +149,12 @@ class RoleCall:
         self.processes = now
         self.send(again)
 
-    def _replacement(self, lost: WorkerLost, before: RoleProcesses) -> RoleProcesses:
+    def _replacement(self, lost: WorkerLost, before: KnownRole) -> KnownRole:
         """Return the current processes; an idempotent call waits until the lost one is replaced."""
         left, now = self._seconds_left(), before
         until = time.monotonic() + (REPLACED_TIMEOUT_S if left is None else min(REPLACED_TIMEOUT_S, left))
         while True:
-            now = current_processes(self.role, after=now)
+            now = known_role(self.role, after=now)
             is_replaced = now.names[lost.rank] != before.names[lost.rank]
             if is_replaced or not self.invocation.idempotent or time.monotonic() > until:
                 return now
@@ -189,11 +184,8 @@ class CallFuture(Future):
             return timeout
         until = None if timeout is None else time.monotonic() + timeout
         with waiting_for(self._call.pending(), role=self._call.role, method=self._call.method) as waiting:
-            while not self.done():
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                wait_s = CHECK_PERIOD_S if left is None else min(CHECK_PERIOD_S, left)
+            while not self.done() and (until is None or time.monotonic() < until):
+                wait_s = CHECK_PERIOD_S if until is None else min(CHECK_PERIOD_S, until - time.monotonic())
                 if not PENDING.work(wait_s):
                     wait([self], timeout=wait_s)
                 if not self.done():

@@ -16,12 +16,13 @@ from dataclasses import replace
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar, cast, overload
 
+from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.job_context import current_context
-from hybridrl.sdk.future_sequence import FutureSequence, balanced_sizes
-from hybridrl.sdk.role_calls import RoleCall, RoleProcesses, current_processes, refuse_event_loop, start_call
-from hybridrl.sdk.role_type import role_name
+from hybridrl.sdk.future_sequence import FutureSequence, ended
+from hybridrl.sdk.role_calls import RoleCall, known_role, refuse_event_loop, start_call
 from hybridrl.sdk.rpc_endpoints import endpoint_name, namespaced
+from hybridrl.sdk.runtime import role_name
 from hybridrl.single_controller.dispatch import Dispatch, get_dispatch_mode, sequence_mode
 from hybridrl.single_controller.invocation import Invocation, endpoints_of
 
@@ -47,10 +48,8 @@ class RoleActor:
     def _call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], record: Invocation | None = None
     ) -> "Future[Any]":
-        refuse_event_loop(self.role, name)
-        processes = current_processes(self.role)
-        invocation = _invocation(processes, name, self._timeout_s, record)
-        call = _prepare(self.role, name, processes, invocation, (Dispatch.ONE_TO_ALL, args, kwargs), [self.rank])
+        arguments = Dispatch.ONE_TO_ALL, args, kwargs
+        call = _prepare(self.role, name, arguments, [self.rank], timeout_s=self._timeout_s, record=record)
         return start_call(call, lambda outputs: outputs[0])
 
     def __repr__(self) -> str:
@@ -103,19 +102,16 @@ class RoleGroup(Sequence[RoleActor]):
             ValueError: `_scatter` with an argument of another length.
             RuntimeError: Called on an event loop.
         """
-        name = endpoint_name(method)
-        refuse_event_loop(self.role, name)
-        if not self._actors:
-            return _known([])
         mode = Dispatch.ALL_TO_ALL if _scatter else Dispatch.ONE_TO_ALL
-        return start_call(self._prepare(name, mode, args, kwargs), list)
+        call = self._prepare(method, mode, args, kwargs)
+        return ended([]) if call is None else start_call(call, list)
 
     def call_rank0(self, method: Method, *args: Any, **kwargs: Any) -> "Future[Any]":
         """Start a method on rank 0; return the future of its output."""
-        if not self._actors:
-            refuse_event_loop(self.role, endpoint_name(method))
-            return _known(None)
-        return self._actors[0].call(method, *args, **kwargs)
+        if self._actors:
+            return self._actors[0].call(method, *args, **kwargs)
+        refuse_event_loop(self.role, endpoint_name(method))
+        return ended(None)
 
     def call_batch(self, method: Method, size: int, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Split a batch over the processes, start the method on all of them, and return the outputs as one sequence.
@@ -130,20 +126,19 @@ class RoleGroup(Sequence[RoleActor]):
             ValueError: A list or tuple has another length.
             RuntimeError: Called on an event loop.
         """
-        name = endpoint_name(method)
-        refuse_event_loop(self.role, name)
         if size < 0:
-            raise ValueError(f"{self.role}.{name}(): size={size} must be 0 or more")
-        if not self._actors:
+            raise ValueError(f"{self.role}.{endpoint_name(method)}(): size={size} must be 0 or more")
+        whole = self._prepare(method, sequence_mode(size), args, kwargs)
+        if whole is None:
             return FutureSequence.of([None] * size)
-        whole = self._prepare(name, sequence_mode(size), args, kwargs)
         parts = [start_call(replace(whole, ranks=[rank], references={}), lambda o: o[0]) for rank in whole.ranks]
-        return FutureSequence(parts, balanced_sizes(size, len(self)))
+        return FutureSequence(parts, [stop - start for start, stop in even_bounds(size, len(self))])
 
-    def _prepare(self, name: str, mode: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RoleCall:
-        processes = current_processes(self.role)
-        invocation = _invocation(processes, name, self._timeout_s)
-        return _prepare(self.role, name, processes, invocation, (mode, args, kwargs), list(range(len(self))))
+    def _prepare(self, method: Method, mode: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RoleCall | None:
+        """Return a call of all processes that is not sent yet; None if the job lacks the role."""
+        name, ranks = endpoint_name(method), range(len(self))
+        refuse_event_loop(self.role, name)
+        return _prepare(self.role, name, (mode, args, kwargs), ranks, timeout_s=self._timeout_s) if ranks else None
 
     def __repr__(self) -> str:
         return f"<RoleGroup {self.role}: {len(self)} processes>"
@@ -186,32 +181,32 @@ def _actor_of(name: str) -> RoleActor:
     return RoleGroup(role)[int(rank)]
 
 
-def _invocation(
-    processes: RoleProcesses, name: str, timeout_s: float | None, record: Invocation | None = None
-) -> Invocation:
-    """Return how an endpoint is called; one that was exported after the start has the defaults of `rpc`."""
-    found = record or processes.endpoints.get(name) or Invocation(Dispatch.ONE_TO_ALL)
-    return found if timeout_s is None else replace(found, timeout_s=timeout_s)
-
-
 def _prepare(
-    role: str, name: str, processes: RoleProcesses, invocation: Invocation, arguments: tuple, ranks: list[int]
+    role: str,
+    name: str,
+    arguments: tuple[Any, tuple[Any, ...], Mapping[str, Any]],
+    ranks: Sequence[int],
+    *,
+    timeout_s: float | None,
+    record: Invocation | None = None,
 ) -> RoleCall:
-    """Return a call that is not sent yet. arguments: dispatch mode, args, kwargs."""
-    mode, args, kwargs = arguments
-    group = processes.group
-    group.bind(name, invocation)  # refuses a call that the processes have no threads for
-    args, kwargs = [_as_list(value) for value in args], {key: _as_list(value) for key, value in kwargs.items()}
-    own = group.per_worker(*get_dispatch_mode(mode).dispatch_fn(group, *args, **kwargs))
-    return RoleCall(role, name, processes, invocation, ranks, own)
+    """Return a call that is not sent yet.
+
+    Args:
+        arguments: Dispatch mode, args, kwargs.
+        record: How it is called; default as its endpoint says. One that was exported after the start has the defaults
+            of `rpc`.
+    """
+    refuse_event_loop(role, name)
+    known, (mode, args, kwargs) = known_role(role), arguments
+    invocation = record or known.endpoints.get(name) or Invocation(Dispatch.ONE_TO_ALL)
+    invocation = invocation if timeout_s is None else replace(invocation, timeout_s=timeout_s)
+    known.group.check_callable(name, invocation)
+    args, kwargs = tuple(map(_as_list, args)), {key: _as_list(value) for key, value in kwargs.items()}
+    own = known.group.per_worker(*get_dispatch_mode(mode).dispatch_fn(known.group, *args, **kwargs))
+    return RoleCall(role, name, known, invocation, ranks, own)
 
 
 def _as_list(argument: Any) -> Any:
     """Return a FutureSequence as a list, which waits for it, and anything else unchanged."""
     return argument.wait() if isinstance(argument, FutureSequence) else argument
-
-
-def _known(value: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

@@ -1,13 +1,41 @@
-"""`current_worker`: what a process of a submitted job is told of the job and of itself."""
+"""`current_worker`: what a process of a submitted job is told of the job and of itself; the names of its roles."""
 
 import os
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.master.jobs.job_context import JobContext, current_context
-from hybridrl.sdk.role_type import role_key
+from hybridrl.master.jobs.job_context import current_context
+
+
+class RLRoleType(StrEnum):
+    """A role of reinforcement learning, as DLRover writes it.
+
+    Its value is its name in upper case; a job's own roles are plain text of the same form.
+    """
+
+    ACTOR = "ACTOR"
+    ROLLOUT = "ROLLOUT"
+    REFERENCE = "REFERENCE"
+    REWARD = "REWARD"
+    CRITIC = "CRITIC"
+    TRAINER = "TRAINER"
+
+
+def role_key(role: str) -> "RLRoleType | str":
+    """Return a role in upper case: the member of `RLRoleType` if there is one, else text.
+
+    Both compare equal.
+    """
+    name = role.upper()
+    return RLRoleType.__members__.get(name, name)
+
+
+def role_name(role: str) -> str:
+    """Return a role in lower case, as jobs and worker groups name it."""
+    return str(role).lower()
 
 
 @dataclass(frozen=True)
@@ -64,7 +92,7 @@ class ActorInfo:
 
 
 @dataclass(frozen=True)
-class Worker:
+class CurrentWorker:
     """This process. world_size: number of processes of its role."""
 
     job_info: JobInfo
@@ -75,21 +103,15 @@ class Worker:
         return self.actor_info.spec.total
 
 
-def current_worker() -> Worker:
+def current_worker() -> CurrentWorker:
     """Return this process of a submitted job, before its entry is constructed already.
 
     Raises:
         ConfigError: This is no process of a submitted job.
     """
     context = current_context()
-    return Worker(_job_info(context), _actor_info(context))
-
-
-def _job_info(context: JobContext) -> JobInfo:
-    return JobInfo(context.job, context.run, OmegaConf.create(dict(context.config)), context.device_type)
-
-
-def _actor_info(context: JobContext) -> ActorInfo:
+    job = JobInfo(context.job, context.run, OmegaConf.create(dict(context.config)), context.device_type)
+    role = RoleInfo(context.role_sizes[context.role], context.entry, context.resource)
     rank, node_rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "NODE_RANK", "LOCAL_RANK"))
-    spec = RoleInfo(context.role_sizes[context.role], context.entry, context.resource)
-    return ActorInfo(f"{context.role}-{rank}", role_key(context.role), spec, rank, node_rank, local_rank)
+    name = f"{context.role}-{rank}"
+    return CurrentWorker(job, ActorInfo(name, role_key(context.role), role, rank, node_rank, local_rank))

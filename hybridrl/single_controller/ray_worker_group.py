@@ -181,7 +181,7 @@ class RayWorkerGroup(WorkerGroup[W]):
     def _header(self, method: str, threads: str | None = None) -> list[Any]:
         return list(CallHeader(self.processes.fencing_token, self.role, method, threads))
 
-    def _check_callable(self, name: str, invocation: Invocation) -> None:
+    def check_callable(self, name: str, invocation: Invocation) -> None:
         # Ray ends a process that is called in a concurrency group that it does not have.
         if invocation.threads is not None and invocation.threads not in self.processes.concurrency_groups:
             raise ConfigError(

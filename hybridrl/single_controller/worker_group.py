@@ -107,7 +107,7 @@ class WorkerGroup(ABC, Generic[W]):
             ConfigError: the call needs a concurrency group that the processes do not have.
         """
         get_dispatch_mode(invocation.dispatch)
-        self._check_callable(name, invocation)
+        self.check_callable(name, invocation)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._call(name, invocation, args, kwargs, wait=invocation.blocking)
@@ -138,7 +138,7 @@ class WorkerGroup(ABC, Generic[W]):
             result = mode.collect_fn(self, outputs)
         return result if invocation.post is None else invocation.post(result)
 
-    def _check_callable(self, name: str, invocation: Invocation) -> None:
+    def check_callable(self, name: str, invocation: Invocation) -> None:
         """Raise ConfigError if the workers cannot run calls with this record."""
 
     def per_worker(self, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]]) -> list[Arguments]:

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
+from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.sdk import FutureSequence
-from hybridrl.sdk.future_sequence import balanced_sizes
 
 
 def parts_of(*parts):
@@ -22,13 +22,13 @@ def parts_of(*parts):
 @pytest.mark.parametrize(("size", "parts"), [(5, 4), (9, 8), (8, 8), (3, 4), (0, 2), (10, 3)])
 def test_parts_differ_by_one_and_the_length_is_the_size(size, parts):
     # DLRover: 5 over 4 gives [2, 2, 1, -1] and length 4; 9 over 8 gives length 0
-    sizes = balanced_sizes(size, parts)
+    sizes = [stop - start for start, stop in even_bounds(size, parts)]
     assert sum(sizes) == size and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
     assert len(FutureSequence(parts_of(*[None] * parts), sizes)) == size
 
 
 def test_five_over_four_is_two_one_one_one():
-    assert balanced_sizes(5, 4) == [2, 1, 1, 1]
+    assert [stop - start for start, stop in even_bounds(5, 4)] == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("index", range(-5, 5))

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.master.jobs.job_handle import JobHandle
 from hybridrl.sdk.first_generation.workload_handles import RoleGroupProxy, WorkloadHandle
-from hybridrl.sdk.role_type import RLRoleType, role_key
+from hybridrl.sdk.runtime import RLRoleType, role_key
 from hybridrl.single_controller.placement.plan import Plan
 
 BYTES_PER_MB = 2**20
@@ -40,6 +40,14 @@ class WorkloadMeta(NamedTuple):
     resource: Mapping[str, float]
 
 
+def _handles_of(role: RLRoleType) -> Any:
+    return property(lambda trainer: trainer.get_actor_handles(role), doc=f"The handles of {role.lower()}, by rank.")
+
+
+def _resource_of(role: RLRoleType) -> Any:
+    return property(lambda trainer: trainer.get_workload_resource(role), doc=f"What a process of {role.lower()} takes.")
+
+
 class BaseTrainer(ABC):
     """A training loop over workloads. The job constructs it, then calls `init` and `fit`.
 
@@ -51,9 +59,23 @@ class BaseTrainer(ABC):
         config: The job's config.
         actor_handles: Role -> one handle per process, by rank. `handle.method.remote(...)` returns Ray's reference.
         actor_classes, actor_metas: Role -> `WorkloadMeta`.
+        actors, references, rollouts, rewards, critics: The handles of these roles.
+        actor_resource, reference_resource, rollout_resource, reward_resource, critic_resource: What each of their
+            processes takes.
     """
 
     job: JobHandle
+
+    actors = _handles_of(RLRoleType.ACTOR)
+    references = _handles_of(RLRoleType.REFERENCE)
+    rollouts = _handles_of(RLRoleType.ROLLOUT)
+    rewards = _handles_of(RLRoleType.REWARD)
+    critics = _handles_of(RLRoleType.CRITIC)
+    actor_resource = _resource_of(RLRoleType.ACTOR)
+    reference_resource = _resource_of(RLRoleType.REFERENCE)
+    rollout_resource = _resource_of(RLRoleType.ROLLOUT)
+    reward_resource = _resource_of(RLRoleType.REWARD)
+    critic_resource = _resource_of(RLRoleType.CRITIC)
 
     def __init__(
         self,
@@ -118,46 +140,6 @@ class BaseTrainer(ABC):
     @property
     def actor_metas(self) -> dict[RLRoleType | str, WorkloadMeta]:
         return self._actor_metas
-
-    @property
-    def actors(self) -> list[WorkloadHandle]:
-        return self.get_actor_handles(RLRoleType.ACTOR)
-
-    @property
-    def references(self) -> list[WorkloadHandle]:
-        return self.get_actor_handles(RLRoleType.REFERENCE)
-
-    @property
-    def rollouts(self) -> list[WorkloadHandle]:
-        return self.get_actor_handles(RLRoleType.ROLLOUT)
-
-    @property
-    def rewards(self) -> list[WorkloadHandle]:
-        return self.get_actor_handles(RLRoleType.REWARD)
-
-    @property
-    def critics(self) -> list[WorkloadHandle]:
-        return self.get_actor_handles(RLRoleType.CRITIC)
-
-    @property
-    def actor_resource(self) -> dict[str, float]:
-        return self.get_workload_resource(RLRoleType.ACTOR)
-
-    @property
-    def reference_resource(self) -> dict[str, float]:
-        return self.get_workload_resource(RLRoleType.REFERENCE)
-
-    @property
-    def rollout_resource(self) -> dict[str, float]:
-        return self.get_workload_resource(RLRoleType.ROLLOUT)
-
-    @property
-    def reward_resource(self) -> dict[str, float]:
-        return self.get_workload_resource(RLRoleType.REWARD)
-
-    @property
-    def critic_resource(self) -> dict[str, float]:
-        return self.get_workload_resource(RLRoleType.CRITIC)
 
     def get_actor_handles(self, role: RLRoleType | str) -> list[WorkloadHandle]:
         """Return the handles of a role by rank; none if the job does not have the role."""

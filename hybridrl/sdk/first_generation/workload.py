@@ -17,7 +17,7 @@ from typing import Any, Self
 from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.master.jobs.job_context import JobContext
-from hybridrl.sdk.role_type import RLRoleType, role_key
+from hybridrl.sdk.runtime import RLRoleType, role_key
 from hybridrl.single_controller.cluster import find_actor, master_name
 from hybridrl.single_controller.placement.plan import COLLOCATION_VARIABLE
 from hybridrl.single_controller.worker import Worker

@@ -60,20 +60,15 @@ def trainer_invocation(
     if target not in TARGETS:
         raise ConfigError(f"trainer_invocation(target={target!r}): known are {' and '.join(TARGETS)}")
     timeout_s = float(timeout) if is_async else DEFAULT_TIMEOUT_S
-    return _marker(blocking, timeout_s, target == "RANK0", auto_shard, pre, post)
 
-
-def _marker(
-    blocking: bool, timeout_s: float, is_rank0: bool, auto_shard: bool, pre: Any, post: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
         return register(
             Dispatch.AUTO_SHARD if auto_shard else Dispatch.ONE_TO_ALL,
-            Execute.RANK_ZERO if is_rank0 else Execute.ALL,
+            Execute.RANK_ZERO if target == "RANK0" else Execute.ALL,
             blocking,
             timeout_s=timeout_s,
             pre=parse_pre(pre, method),
-            post=parse_post(post, method, is_rank0=is_rank0),
+            post=parse_post(post, method, is_rank0=target == "RANK0"),
         )(method)
 
     return mark
