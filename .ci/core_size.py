@@ -65,7 +65,6 @@ OPTIONAL_ROOMS = (
     "hybridrl.single_controller.ray_worker_group",
     "hybridrl.trainer.data.other_sources",
     "hybridrl.trainer.ppo.distillation",
-    "hybridrl.trainer.ppo.policy.short_round",
     "hybridrl.trainer.ppo.sampling.tail_batching",
     "hybridrl.trainer.ppo.token_record",
     "hybridrl.trainer.preference",

@@ -37,6 +37,7 @@ CASES = {
     "lag 4, partial, weighted": {
         "trainer.lag": 4,
         "trainer.partial_rollout": True,
+        "actor_rollout_ref.rollout.mode": "async",
         "algorithm.rollout_correction.rollout_is": "token",
     },
 }

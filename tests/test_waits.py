@@ -70,6 +70,12 @@ EXCEPTIONS = {
         "deadline",
     },
     "trainer/recovery/snapshots.py": {"one.result()": DONE, "one.exception()": DONE},
+    "simulation/generator.py": {
+        "part.get()": CALL,
+        "self._parts.get()": CALL,
+        "self.parts[-1][0].get()": CALL,
+        "self.parts[0][0].get()": CALL,
+    },
     "system/child_guard.py": {"guard.wait()": SERVICE},
     "system/child_program.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},
@@ -82,7 +88,6 @@ EXCEPTIONS = {
         "push.wait()": CALL,
         "self._submit(prompts).get()": CALL,
     },
-    "trainer/ppo/policy/short_round.py": {"self._chunk.get()": CALL},
     "trainer/ppo/validation.py": {"self._requests.get()": IDLE},
     "workers/weight_transfer/broadcast.py": {
         "self._in_flight[slot].wait()": COLLECTIVE,

@@ -5,6 +5,8 @@ One frozen record per kind of call, under one key.
     meta_info["generation_request"]   GenerationRequest   read by workers and agent loops that generate
     meta_info["update_plan"]          UpdatePlan          read by the dispatch of updates, and by workers that train
 
+`CHOSEN_GROUPS` comes back: after a short round, the places of the prompts whose responses the batch has.
+
 A batch without the record may have its fields as plain keys instead, for instance `meta_info["validate"]` as in verl.
 Fields that are absent have their defaults.
 """
@@ -15,6 +17,8 @@ from numbers import Integral
 from typing import Any, ClassVar, Self
 
 from hybridrl.errors import DataError
+
+CHOSEN_GROUPS = "chosen_groups"
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class GroupReplicas:
     def respawn(self, replica: int) -> None:
         group, ranks = self._workers_of(replica)
         if self.resync is None or group is not self.group:
-            raise NotReplaceable(f"{group.role}-{ranks[0]} also trains; the trainer restarts it, not the router")
+            raise NotReplaceable(f"the trainer restarts {group.role}-{ranks[0]}, not the router")
         try:
             group.respawn(*ranks)
             group.execute_ranks(ranks, "init_model")

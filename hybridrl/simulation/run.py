@@ -1,8 +1,7 @@
 """`simulate`: run the trainer with stand-ins for its workers, and return what each step took in virtual time.
 
 The trainer is `RayPPOTrainer` with the settings of a run: schedule, stages, formulas, ledger. What is not simulated:
-the driver's own time, rewards (half of the responses are right), failures, and requests of single responses
-(`rollout.mode=async`).
+the driver's own time, rewards (half of the responses are right), failures, agents and their requests.
 """
 
 import functools
@@ -24,6 +23,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import RewardOutput, at_last_token, reward_positions
 from hybridrl.simulation.clock import VirtualClock
 from hybridrl.simulation.costs import Costs
+from hybridrl.simulation.generator import TimedGenerator
 from hybridrl.simulation.group import TimedWorkerGroup, timed_groups
 from hybridrl.simulation.lengths import Lengths
 from hybridrl.simulation.worker import TimedWorker, Workload
@@ -81,6 +81,8 @@ class Simulation:
             "data.shuffle": False,
             "actor_rollout_ref.model.path": "simulated",
             "actor_rollout_ref.rollout.n": self.n,
+            "actor_rollout_ref.rollout.mode": "async",
+            "actor_rollout_ref.rollout.agent.train_branches": False,
             "actor_rollout_ref.actor.ppo_mini_batch_size": self.mini_batch or self.prompts,
             "actor_rollout_ref.actor.calculate_old_log_probs": True,  # as in the published runs
             "trainer.total_training_steps": self.steps,
@@ -97,10 +99,10 @@ class Simulation:
         config = compose_settings(PPOConfig, chosen, config_name="grpo_trainer")
         main_ppo.validate_config(config, with_inputs=False)
         unknown = {str(role) for role in main_ppo.worker_classes(config)} - ROLES
-        if unknown or config.actor_rollout_ref.rollout.mode != "sync":
+        if unknown or config.trainer.hybrid_rollout:
             raise ConfigError(
-                f"the simulation has no stand-in for {sorted(unknown) or 'rollout.mode=async'}; it knows the roles "
-                f"{sorted(ROLES)} and rollout.mode=sync"
+                f"the simulation has no stand-in for {sorted(unknown) or 'trainer.hybrid_rollout=true'}; it knows the "
+                f"roles {sorted(ROLES)}"
             )
         return config
 
@@ -150,6 +152,7 @@ def simulate(simulation: Simulation) -> SimulationResult:
             resource_pool_manager=manager,
             ray_worker_group_cls=timed_groups(clock, workload),
             reward_fn=half_right,
+            agent_loops=TimedGenerator(config) if config.actor_rollout_ref.rollout.mode == "async" else None,
             train_dataset=_Prompts(simulation.prompts * simulation.steps * 4),
         )
         trainer.init_workers()

@@ -19,7 +19,8 @@ from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.simulation.costs import Costs
 from hybridrl.simulation.lengths import Lengths
-from hybridrl.workers.actor_rollout_ref import ROLLOUT_MESH, ActorRolloutRefWorker
+from hybridrl.single_controller.dispatch import register
+from hybridrl.workers.actor_rollout_ref import ROLLOUT_COMPUTE, ROLLOUT_MESH, ActorRolloutRefWorker
 from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
 from hybridrl.workers.rollout.base import RolloutHealth
 from hybridrl.workers.rollout.responses import GeneratedTokens, with_responses
@@ -110,62 +111,27 @@ class TimedWorker(ActorRolloutRefWorker):
     # -- generation
 
     def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> Any:
-        return self._generate(prompts, self.config.data.max_response_length, weights_version, partial=False)
+        return self.generate_part(prompts, 0, self.config.data.max_response_length, weights_version)
 
-    def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> Any:
-        return self._generate(prompts, max_new_tokens, weights_version, partial=True)
-
-    def _generate(self, prompts: DataProto, columns: int, version: int | None, *, partial: bool) -> TimedAnswer:
-        self._check_version(version)
-        if not self._is_output_rank:
-            return TimedAnswer(None)
-        request = GenerationRequest.of(prompts.meta_info)
-        sampling = sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
-        lengths = self.workload.lengths.draw(cast(torch.Tensor, prompts.batch["seeds"]), sampling.n)
-        generated = self._tokens(lengths, 0, columns)
-        batch = with_responses(prompts, generated, sampling=sampling, version=cast(int, self.version))
-        if partial:
-            versions = batch.batch["weights_version"][:, None].expand_as(generated.mask)
-            batch.batch["token_versions"] = versions.masked_fill(generated.mask == 0, -1)
-        limit = columns * self.workload.unit
-        return TimedAnswer(batch, [self._generate_s(lengths.clamp(max=limit))])
-
-    def continue_sequences(self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None) -> Any:
+    @register(ROLLOUT_COMPUTE)
+    def generate_part(self, prompts: DataProto, start: int, stop: int, weights_version: int | None = None) -> Any:
+        """Return responses up to column `stop`. It takes the time of the columns from `start` on."""
         self._check_version(weights_version)
         if not self._is_output_rank:
             return TimedAnswer(None)
-        columns, n = batch.batch, self.config.actor_rollout_ref.rollout.n
-        done = columns["responses"].shape[1]
-        lengths = self.workload.lengths.draw(cast(torch.Tensor, columns["seeds"])[::n], n)
-        new = self._tokens(lengths, done, max_new_tokens)
-        width = columns["prompts"].shape[1]
-        versions = torch.full_like(new.mask, cast(int, self.version)).masked_fill(new.mask == 0, -1)
-        positions = columns["position_ids"][:, width - 1 :][:, :1] + torch.arange(1, done + max_new_tokens + 1)
-        joined = {
-            "responses": torch.cat([columns["responses"], new.tokens], dim=1),
-            "response_mask": torch.cat([columns["response_mask"], new.mask], dim=1),
-            "token_versions": torch.cat([columns["token_versions"], versions], dim=1),
-            "input_ids": torch.cat([columns["input_ids"], new.tokens], dim=1),
-            "attention_mask": torch.cat([columns["attention_mask"], new.mask], dim=1),
-            "position_ids": torch.cat([columns["position_ids"][:, :width], positions], dim=1),
-        }
-        if "rollout_log_probs" in columns:
-            joined["rollout_log_probs"] = torch.cat([columns["rollout_log_probs"], new.log_probs], dim=1)
-        result = DataProto.from_dict(
-            {**{str(name): columns[name] for name in columns.keys()}, **joined},
-            batch.non_tensor_batch,
-            dict(batch.meta_info),
-        )
-        tokens_done = done * self.workload.unit
-        left = lengths[lengths > tokens_done] - tokens_done
-        seconds = self._generate_s(left.clamp(max=max_new_tokens * self.workload.unit), done=tokens_done)
-        return TimedAnswer(result, [seconds])
+        request, unit = GenerationRequest.of(prompts.meta_info), self.workload.unit
+        sampling = sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
+        lengths = self.workload.lengths.draw(cast(torch.Tensor, prompts.batch["seeds"]), sampling.n)
+        generated = self._tokens(lengths, stop)
+        batch = with_responses(prompts, generated, sampling=sampling, version=cast(int, self.version))
+        left = (lengths[lengths > start * unit] - start * unit).clamp(max=(stop - start) * unit)
+        return TimedAnswer(batch, [self._generate_s(left, done=start * unit)])
 
-    def _tokens(self, lengths: torch.Tensor, done: int, columns: int) -> GeneratedTokens:
-        """Return columns `done` to `done + columns` of responses (S,) of these lengths in tokens."""
-        new = GeneratedTokens.empty(len(lengths), columns, pad_token_id=PAD)
-        filled = (lengths + self.workload.unit - 1) // self.workload.unit - done
-        new.mask[:] = (torch.arange(columns) < filled[:, None]).long()
+    def _tokens(self, lengths: torch.Tensor, stop: int) -> GeneratedTokens:
+        """Return responses (S,) of these lengths in tokens, up to column `stop`."""
+        new = GeneratedTokens.empty(len(lengths), self.config.data.max_response_length, pad_token_id=PAD)
+        filled = ((lengths + self.workload.unit - 1) // self.workload.unit).clamp(max=stop)
+        new.mask[:] = (torch.arange(new.mask.shape[1]) < filled[:, None]).long()
         new.tokens[:] = lengths[:, None] * new.mask  # every column: the first one of a response is what counts
         return new
 

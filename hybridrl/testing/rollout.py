@@ -27,13 +27,13 @@ from hybridrl.testing.rollout_reference import (
     save_tiny_model,
 )
 from hybridrl.workers.rollout.base import Rollout, RolloutSetup
-from hybridrl.workers.rollout.partial import begin_partial, continue_partial
 from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, fingerprint
 
 PAD, EOS = 0, (5, 9)
+SEED = 100  # of the first prompt
 PROMPT, RESPONSE = 24, 12
 LENGTHS = (3, 20, 24, 7, 1, 13)  # of the prompts
 TOLERANCE = 1e-3  # of log-probs in float32; engines add in another order
@@ -97,7 +97,7 @@ class RolloutCase:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in (self.prompts[row] for row in chosen)])
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         columns = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        return DataProto.from_dict(tensors=columns | {"seeds": torch.tensor(chosen) + 100})
+        return DataProto.from_dict(tensors=columns | {"seeds": torch.tensor(chosen) + SEED})
 
     def expect_greedy(self, sampling: SamplingParams, *, what: str) -> None:
         """Compare the rollout's greedy responses with the plain model's."""
@@ -310,14 +310,22 @@ def chunks_equal_one_call(case: RolloutCase) -> None:
     keyed = case.rollout.capabilities.keyed_sampling
     sampling = case.sampling(do_sample=keyed)
     whole = responses_of(case.generate(sampling))
-    chunked = begin_partial(case.rollout, case.batch(), replace(sampling, max_new_tokens=5))
-    chunked = continue_partial(case.rollout, chunked, replace(sampling, max_new_tokens=RESPONSE - 5))
-    expect(responses_of(chunked) == whole, f"chunks give {responses_of(chunked)}, one call gives {whole}")
+    chunked, done = [list[int]() for _ in case.prompts], 0
+    open_rows = list(range(len(chunked)))
+    for size in (5, RESPONSE - 5):
+        prompts = [[*case.prompts[row], *chunked[row]] for row in open_rows]
+        keys = advance(sequence_keys(torch.tensor(open_rows) + SEED, 1), done)
+        part = case.rollout.generate_tokens(prompts, keys, replace(sampling, max_new_tokens=size), num_done=done)
+        for row, tokens, mask in zip(open_rows, part.tokens, part.mask.bool(), strict=True):
+            chunked[row] += tokens[mask].tolist()
+        done += size
+        open_rows = [row for row in open_rows if len(chunked[row]) == done and chunked[row][-1] not in EOS]
+    expect(chunked == whole, f"chunks give {chunked}, one call gives {whole}")
 
 
 def requests_are_served_like_a_batch(case: RolloutCase) -> None:
     sampling, server = case.sampling(do_sample=case.rollout.capabilities.keyed_sampling), RequestServer(case.rollout)
-    requests = [Request(str(row), tuple(ids), sampling, seed=100 + row) for row, ids in enumerate(case.prompts)]
+    requests = [Request(str(row), tuple(ids), sampling, seed=SEED + row) for row, ids in enumerate(case.prompts)]
     waiting, outputs = [requests[:2], requests[2:]], dict[str, TokenOutput]()
     while waiting or server.num_open():
         done = server.serve(waiting.pop(0) if waiting else [], [], slice_s=0.0)

@@ -45,7 +45,7 @@ from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
 from hybridrl.workers.rollout.requests import Request, TokenOutput
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, sampling_params
+from hybridrl.workers.rollout.sampling.sampler import sampling_params
 from hybridrl.workers.weight_push import WeightPushMixin
 
 PARTS = ("actor", "rollout", "ref", "teacher")
@@ -184,24 +184,6 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         sampling = sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
         return self.rollout.generate(prompts, sampling)
 
-    @register(ROLLOUT_COMPUTE)
-    def begin_sequences(self, prompts: DataProto, max_new_tokens: int, weights_version: int | None = None) -> DataProto:
-        """Return the first tokens of responses to the prompts, see `rollout/partial.py`."""
-        self._require_version(weights_version)
-        return rollout.begin_partial(
-            self.rollout, prompts, replace(self._training_sampling(), max_new_tokens=max_new_tokens)
-        )
-
-    @register(ROLLOUT_COMPUTE)
-    def continue_sequences(
-        self, batch: DataProto, max_new_tokens: int, weights_version: int | None = None
-    ) -> DataProto:
-        """Return the batch with more tokens for the open responses, generated with the present weights."""
-        self._require_version(weights_version)
-        return rollout.continue_partial(
-            self.rollout, batch, replace(self._training_sampling(), max_new_tokens=max_new_tokens)
-        )
-
     @register(Dispatch.ALL_TO_ALL)
     def serve(
         self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None
@@ -229,9 +211,6 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
     def _require_version(self, weights_version: int | None) -> None:
         """Raise StaleWeightsError unless the rollout holds this version. None: any that was pushed in full."""
         self.rollout.require_version(weights_version, holder=f"rollout rank {self.rank}")
-
-    def _training_sampling(self) -> SamplingParams:
-        return sampling_params(self.config, validate=False, seed=0)
 
     @register(ENGINE_COMPUTE)
     def compute_log_prob(self, data: DataProto, sum_pi_squared: bool = False, reference: bool = False) -> DataProto:

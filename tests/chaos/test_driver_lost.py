@@ -34,10 +34,11 @@ CASES = [
     ("exit", "gen", 0.02),
 ]
 POOLS = {"actor_rollout_ref__rollout__n_gpus_per_node": 1, "trainer__total_training_steps": 6}
+ASYNC = {"actor_rollout_ref__rollout__mode": "async"}
 AHEAD = {
     "one batch": POOLS | {"trainer__lag": 1},
-    "chunks": POOLS | {"trainer__lag": 2, "trainer__partial_rollout": True},
-    "agent loops": POOLS | {"trainer__lag": 1, "actor_rollout_ref__rollout__mode": "async"},
+    "agent loops": POOLS | ASYNC | {"trainer__lag": 1},
+    "chunks": POOLS | ASYNC | {"trainer__lag": 2, "trainer__partial_rollout": True},
 }
 
 

@@ -24,7 +24,11 @@ MODES = {
     "synchronous": {},
     "small generation batches": {"data__gen_batch_size": 3},
     "lag": {"trainer__lag": 2},
-    "partial": {"trainer__lag": 2, "trainer__partial_rollout": "true"},
+    "partial": {
+        "trainer__lag": 2,
+        "trainer__partial_rollout": "true",
+        "actor_rollout_ref__rollout__mode": "async",
+    },
     "kept": {"trainer__staleness": 1, "data__gen_batch_size": 7},
     "curriculum": {
         "data__sampler__class_path": "hybridrl.trainer.data.curriculum",

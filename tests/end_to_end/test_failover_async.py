@@ -149,3 +149,21 @@ def test_partial_responses_are_generated_again_when_their_process_is_lost(tmp_pa
     rows = run_successfully(tmp_path, tiny_qwen2, *faults, **partial)
     assert [row["training/global_step"] for row in rows if "training/global_step" in row] == [1, 2, 3, 4, 5, 6]
     assert max(row.get("async/age_max", 0) for row in rows) <= 3
+
+
+@pytest.mark.parametrize(
+    "keeps_nothing",
+    [
+        {f"{ROLLOUT}weight_sync__transport": "broadcast"},
+        {f"{ROLLOUT}weight_sync__lora": "adapter", "actor_rollout_ref__model__lora_rank": 2},
+    ],
+    ids=["broadcast", "adapters"],
+)
+def test_where_no_push_can_be_repeated_the_trainer_restarts_a_lost_replica(tmp_path, tiny_qwen2, keeps_nothing):
+    changes = CONCURRENT | {"trainer__total_training_steps": 6, "trainer__save_freq": 6} | keeps_nothing
+    run_successfully(tmp_path / "well", tiny_qwen2, **changes)
+    run_successfully(
+        tmp_path / "hit", tiny_qwen2, fault(3, "gen", "rollout", 1, method="serve", after_s=0.02), **changes
+    )
+    assert lost_workers(tmp_path / "hit") == [["rollout-1"]]
+    assert_same_end(tmp_path / "hit", tmp_path / "well", step=6)

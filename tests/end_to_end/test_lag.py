@@ -1,5 +1,7 @@
 """Asynchronous training: the same stages and losses, samples of a known age, the same run after a resume."""
 
+import json
+
 import pytest
 
 from hybridrl import main_ppo
@@ -12,6 +14,7 @@ STEPS = {
     "trainer__test_freq": -1,
     "trainer__val_before_train": "false",
 }
+PARTIAL = {"trainer__partial_rollout": "true", "actor_rollout_ref__rollout__mode": "async"}
 AGES = ("async/age_mean", "async/age_max", "async/off_policy_fraction")
 SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy", "response_length/mean", *AGES)
 
@@ -51,12 +54,8 @@ def test_with_a_lag_only_the_first_step_equals_the_synchronous_one(behind, level
 
 @pytest.mark.slow
 def test_separate_concurrent_processes_train_as_one_process_does(tmp_path, tiny_qwen2, ray_cluster):
-    train(tmp_path / "local", tiny_qwen2, trainer__lag=2, trainer__partial_rollout="true", **STEPS)
-    changes = {
-        "trainer__backend": "ray",
-        "actor_rollout_ref__rollout__n_gpus_per_node": 2,
-        "trainer__partial_rollout": "true",
-    }
+    train(tmp_path / "local", tiny_qwen2, trainer__lag=2, **PARTIAL, **STEPS)
+    changes = PARTIAL | {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2}
     train(tmp_path / "ray", tiny_qwen2, trainer__lag=2, **changes, **STEPS)
     assert numbers(metrics(tmp_path / "ray/run")) == numbers(metrics(tmp_path / "local/run"))
     policies = [weights(tmp_path / where / "run/global_step_5", tmp_path / f"{where}_hf") for where in ("local", "ray")]
@@ -64,15 +63,32 @@ def test_separate_concurrent_processes_train_as_one_process_does(tmp_path, tiny_
 
 
 def test_partial_rollouts_mix_versions_within_a_response(tmp_path, tiny_qwen2):
-    rows = train(tmp_path / "3", tiny_qwen2, trainer__lag=3, trainer__partial_rollout="true", **STEPS)
+    rows = train(tmp_path / "3", tiny_qwen2, trainer__lag=3, **PARTIAL, **STEPS)
     assert ages(rows) == [0, 1, 2, 3, 3]
     mean = ages(rows, "async/age_mean")
     assert 1 <= mean[-1] < 3 and 0 < mean[1] <= 1
 
 
-@pytest.mark.parametrize(("partial", "estimator"), [("false", "rloo"), ("true", "grpo"), ("true", "remax")])
+def test_without_training_the_parts_of_responses_are_whole_responses(tmp_path, tiny_qwen2):
+    still = STEPS | {
+        "trainer__lag": 3,
+        "data__max_response_length": 20,
+        "actor_rollout_ref__actor__optim__lr": 1e-20,  # too small to change a weight
+        "actor_rollout_ref__rollout__stop_token_ids": [*range(60, 100)],  # a token in ten or so ends a response
+    }
+    for name, partial in (("whole", {}), ("parts", PARTIAL)):
+        train(tmp_path / name, tiny_qwen2, trainer__rollout_data_dir=tmp_path / name / "rollouts", **still | partial)
+    for step in range(1, 6):
+        whole, parts = (
+            [json.loads(line)["output"] for line in (tmp_path / name / f"rollouts/{step}.jsonl").open()]
+            for name in ("whole", "parts")
+        )
+        assert whole == parts and len({*map(len, whole)}) > 1
+
+
+@pytest.mark.parametrize(("partial", "estimator"), [({}, "rloo"), (PARTIAL, "grpo"), (PARTIAL, "remax")])
 def test_a_resumed_run_continues_with_the_pending_batches(tmp_path, tiny_qwen2, partial, estimator):
-    changes = STEPS | {"trainer__lag": 2, "trainer__partial_rollout": partial, "algorithm__adv_estimator": estimator}
+    changes = STEPS | partial | {"trainer__lag": 2, "algorithm__adv_estimator": estimator}
     changes["algorithm__normalize_reward"] = str(estimator == "rloo").lower()  # which is not invariant to the scale
     train(tmp_path / "whole", tiny_qwen2, **changes)
     train(tmp_path / "parts", tiny_qwen2, **changes | {"trainer__total_training_steps": 5, "trainer__save_freq": 3})
@@ -94,7 +110,7 @@ def test_a_resumed_run_continues_with_the_pending_batches(tmp_path, tiny_qwen2, 
 def test_a_bound_on_staleness_is_kept_by_waiting_or_by_dropping_tokens(tmp_path, tiny_qwen2, behind):
     waiting = train(tmp_path / "wait", tiny_qwen2, trainer__lag=3, trainer__staleness=1, **STEPS)
     assert numbers(waiting) == numbers(behind)
-    changes = STEPS | {"trainer__lag": 3, "trainer__partial_rollout": "true"}
+    changes = STEPS | PARTIAL | {"trainer__lag": 3}
     dropping = train(tmp_path / "drop", tiny_qwen2, trainer__staleness=2, trainer__stale_tokens="drop", **changes)
     keeping = train(tmp_path / "keep", tiny_qwen2, **changes)
     assert ages(dropping)[:3] == ages(keeping)[:3] == [0, 1, 2]
@@ -121,6 +137,7 @@ def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, ti
             "trainer.lag=1: generation and training cannot run concurrently in the same processes",
         ),
         ({"trainer.partial_rollout": "true", "trainer.lag": 1}, "set trainer.lag=2 or more, not 1"),
+        ({"trainer.partial_rollout": "true", "trainer.lag": 2}, "set actor_rollout_ref.rollout.mode=async"),
         ({"trainer.staleness": 3, "trainer.lag": 1}, "trainer.staleness=3: no token gets older than trainer.lag=1"),
         ({"trainer.staleness": 0, "trainer.lag": 1, "trainer.stale_tokens": "drop"}, "all of them would be dropped"),
         ({"actor_rollout_ref.rollout.n_gpus_per_node": 1}, "trainer.backend=local has one process only"),

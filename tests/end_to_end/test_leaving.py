@@ -35,6 +35,7 @@ CHANGES = {
     "trainer__val_before_train": False,
     "trainer__test_freq": -1,
 }
+PARTIAL = {"trainer__partial_rollout": True, "actor_rollout_ref__rollout__mode": "async"}
 
 
 def terminating(folder) -> dict:
@@ -43,9 +44,7 @@ def terminating(folder) -> dict:
     return {"trainer__middleware": f"[{folder}/terminate.py:use]"}
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"trainer__lag": 2, "trainer__partial_rollout": True}], ids=["in step", "two batches ahead"]
-)
+@pytest.mark.parametrize("more", [{}, {"trainer__lag": 2} | PARTIAL], ids=["in step", "two batches ahead"])
 def test_a_terminated_run_resumes_bit_for_bit(tmp_path, tiny_qwen2, capsys, more):
     (tmp_path / "whole").mkdir()
     assert main_ppo.main(settings(tmp_path / "whole", tiny_qwen2, **CHANGES | more)) == 0

@@ -12,6 +12,7 @@ from tests.support.end_to_end.runs import largest_difference, metrics, settings,
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, SIZE, SAMPLES = 5, 4, 3
+ASYNC = {"actor_rollout_ref__rollout__mode": "async"}
 CHANGES = {
     "algorithm__filter_groups__order": "tail_batching",
     "data__gen_batch_size": 6,
@@ -24,9 +25,8 @@ CHANGES = {
 }
 SAME = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean", "rollout/deferred")
 MODES = {
-    "batched calls": {},
-    "agent loops": {"actor_rollout_ref__rollout__mode": "async"},
-    "dynamic sampling": {"algorithm__filter_groups__enable": "true", "data__gen_batch_size": 5},
+    "plain": ASYNC,
+    "dynamic sampling": ASYNC | {"algorithm__filter_groups__enable": "true", "data__gen_batch_size": 5},
 }
 
 
@@ -70,36 +70,27 @@ def test_every_prompt_is_trained_once_per_epoch_and_the_ledger_says_where(whole,
         assert f"prompts deferred: {len(deferred)}, trained {sum(ages) / len(ages):.1f} steps later" in str(result)
 
 
-def test_agent_loops_defer_and_train_what_batched_calls_do(tmp_path, whole):
-    assert numbers(metrics(whole("agent loops") / "run")) == numbers(metrics(whole("batched calls") / "run"))
-    policies = [
-        weights(whole(mode) / "run/global_step_5", tmp_path / mode) for mode in ("agent loops", "batched calls")
-    ]
-    assert largest_difference(*policies) == 0
-
-
 def test_a_short_round_trains_on_the_groups_that_whole_responses_would_choose(tmp_path, tiny_qwen2, whole):
     changes = CHANGES | {"algorithm__filter_groups__order": "shortest", "trainer__total_training_steps": 1}
     train(tmp_path, tiny_qwen2, **changes, trainer__rollout_data_dir=tmp_path / "rollouts")
     (first,) = audit(read_ledger(str(tmp_path / "run" / FILE))).steps.values()
-    short = audit(read_ledger(str(whole("batched calls") / "run" / FILE))).steps[1]
+    short = audit(read_ledger(str(whole("plain") / "run" / FILE))).steps[1]
     assert first["prompts"] == short["prompts"]
     all_outputs = {(row["input"], row["output"]) for row in samples(tmp_path, 1)}
-    outputs = [(row["input"], row["output"]) for row in samples(whole("batched calls"), 1)]
+    outputs = [(row["input"], row["output"]) for row in samples(whole("plain"), 1)]
     assert len(outputs) == SIZE * SAMPLES and {*outputs} < all_outputs
 
 
-@pytest.mark.parametrize("mode", ["batched calls", pytest.param("agent loops", marks=pytest.mark.slow)])
-def test_a_run_resumed_while_prompts_wait_ends_as_the_uninterrupted_one(tmp_path, tiny_qwen2, whole, mode):
-    changes = CHANGES | MODES[mode]
+def test_a_run_resumed_while_prompts_wait_ends_as_the_uninterrupted_one(tmp_path, tiny_qwen2, whole):
+    changes = CHANGES | ASYNC
     train(tmp_path / "parts", tiny_qwen2, **changes | {"trainer__save_freq": 2})
     checkpoint = tmp_path / "parts/run/global_step_2"
     assert json.loads((checkpoint / "trainer.json").read_text())["prompts"]["deferred"]
     again = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
     (tmp_path / "again").mkdir()
     assert main_ppo.main([*settings(tmp_path / "again", tiny_qwen2, **changes), *again]) == 0
-    assert numbers(metrics(tmp_path / "again/run")) == numbers(metrics(whole(mode) / "run"))[2:]
-    ends = {"whole": whole(mode), "again": tmp_path / "again"}
+    assert numbers(metrics(tmp_path / "again/run")) == numbers(metrics(whole("plain") / "run"))[2:]
+    ends = {"whole": whole("plain"), "again": tmp_path / "again"}
     policies = [weights(folder / "run/global_step_5", tmp_path / f"{name}_hf") for name, folder in ends.items()]
     assert largest_difference(*policies) == 0
 
@@ -109,12 +100,10 @@ def test_a_run_resumed_while_prompts_wait_ends_as_the_uninterrupted_one(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["batched calls", "agent loops"])
-def test_a_step_that_lost_a_process_in_its_short_round_defers_the_same_prompts(tmp_path, tiny_qwen2, whole, mode):
-    method = "continue_sequences" if mode == "batched calls" else "serve"
-    lost = fault(2, "gen", "actor_rollout", 1, method=method)
-    done = run_with(tmp_path, tiny_qwen2, lost, **CHANGES | MODES[mode])
+def test_a_step_that_lost_a_process_in_its_short_round_defers_the_same_prompts(tmp_path, tiny_qwen2, whole):
+    lost = fault(2, "gen", "actor_rollout", 1, method="serve")
+    done = run_with(tmp_path, tiny_qwen2, lost, **CHANGES | ASYNC)
     assert done.returncode == 0, done.stderr
     assert len(hits(tmp_path)) == 1 and "was lost" in done.stderr
-    of_run, of_whole = (audit(read_ledger(str(folder / "run" / FILE))) for folder in (tmp_path, whole(mode)))
+    of_run, of_whole = (audit(read_ledger(str(folder / "run" / FILE))) for folder in (tmp_path, whole("plain")))
     assert of_run.problems() == [] and of_run.deferred() == of_whole.deferred()

@@ -44,12 +44,15 @@ def numbers(rows: list[dict]) -> list[list]:
     return [[row.get(name) for name in SAME] for row in rows if "actor/grad_norm" in row]
 
 
+PARTIAL = {"trainer__partial_rollout": "true", "actor_rollout_ref__rollout__mode": "async"}
+
+
 @pytest.mark.parametrize(
     ("transport", "more"),
     [
         pytest.param("object_store", {"trainer__lag": 1}, marks=pytest.mark.slow),
         pytest.param("shared_memory", {"trainer__n_gpus_per_node": 2}, marks=pytest.mark.slow),
-        pytest.param("broadcast", {"trainer__lag": 2, "trainer__partial_rollout": "true"}, marks=pytest.mark.slow),
+        pytest.param("broadcast", {"trainer__lag": 2} | PARTIAL, marks=pytest.mark.slow),
         pytest.param(
             "disk", {"trainer__lag": 1, "trainer__eval_n_gpus": 1, "trainer__test_freq": 1}, marks=pytest.mark.slow
         ),
@@ -62,7 +65,7 @@ def numbers(rows: list[dict]) -> list[list]:
     ids=str,
 )
 def test_a_run_is_the_same_with_every_transport(tmp_path, tiny_qwen2, ray_cluster, transport, more):
-    asynchrony = {key: value for key, value in more.items() if key in ("trainer__lag", "trainer__partial_rollout")}
+    asynchrony = {key: value for key, value in more.items() if key in ("trainer__lag", *PARTIAL)}
     train(tmp_path / "local", tiny_qwen2, **STEPS | asynchrony)
     pools = {"trainer__backend": "ray", "actor_rollout_ref__rollout__n_gpus_per_node": 2}
     rows = train(tmp_path / "ray", tiny_qwen2, **STEPS | more | pools | sync(transport, tmp_path))

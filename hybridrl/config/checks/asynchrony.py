@@ -20,8 +20,6 @@ def agent_problems(config: PPOConfig) -> Problems:
         idle = (f"{key}.{name}" for name in ASYNC_SETTINGS)
         yield from idle_problems(config, *idle, why=f"without {key}.mode=async")
         return
-    if _serves_while_training(config) and rollout.weight_sync.lora == "adapter":
-        yield f"{key}.weight_sync.lora=adapter: {_lost(config)} all weights of the last push; leave it out"
     if rollout.agent.default_agent_loop in (HTTP_AGENT, OUTSIDE_AGENT):
         yield from _program_problems(config)
     if rollout.agent.default_agent_loop in ENVIRONMENT_LOOPS:
@@ -65,11 +63,6 @@ def weight_sync_problems(config: PPOConfig, transport: TransportCapabilities | N
     """Yield transports that do not fit the placement of actor and rollout. None: hybridrl chooses the transport."""
     policy, key = config.actor_rollout_ref, "actor_rollout_ref.rollout.weight_sync"
     chosen, pool = policy.rollout.weight_sync, "actor_rollout_ref.rollout.n_gpus_per_node"
-    if transport is not None and transport.streaming and _serves_while_training(config):
-        yield (
-            f"{key}.transport={chosen.transport}: {_lost(config)} weights that the actor no longer has; use "
-            "auto, object_store or disk"
-        )
     needs_directory = transport is not None and transport.needs_directory
     if needs_directory and chosen.directory is None:
         yield f"{key}.transport={chosen.transport}: has no directory; set {key}.directory"
@@ -84,18 +77,6 @@ def weight_sync_problems(config: PPOConfig, transport: TransportCapabilities | N
         yield f"{key}.transport=in_process: the rollout has processes of its own ({pool}); use auto"
     if chosen.lora == "adapter" and not policy.model.uses_lora:
         yield f"{key}.lora=adapter: there are no adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
-
-
-def _serves_while_training(config: PPOConfig) -> bool:
-    """Return whether a rollout in processes of its own answers requests while the actor trains."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.mode == "async" and bool(rollout.n_gpus_per_node and (config.trainer.lag or rollout.endpoint_port))
-
-
-def _lost(config: PPOConfig) -> str:
-    lag, port = config.trainer.lag, config.actor_rollout_ref.rollout.endpoint_port
-    why = f"trainer.lag={lag}" if lag else f"actor_rollout_ref.rollout.endpoint_port={port}"
-    return f"with {why}, a rollout process that restarts while the actor trains needs"
 
 
 def ahead_problems(config: PPOConfig) -> Problems:
@@ -126,6 +107,11 @@ def ahead_problems(config: PPOConfig) -> Problems:
         yield (
             "trainer.partial_rollout=true: needs at least two versions of the weights; set trainer.lag=2 or "
             f"more, not {trainer.lag}"
+        )
+    if trainer.partial_rollout and rollout.mode == "sync":
+        yield (
+            "trainer.partial_rollout=true: actor_rollout_ref.rollout.mode=sync generates each batch in one call, which "
+            "cannot wait for new weights; set actor_rollout_ref.rollout.mode=async"
         )
     bound = trainer.staleness
     if trainer.replay.groups and (bound is None or bound <= trainer.lag):

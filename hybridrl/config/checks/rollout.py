@@ -33,26 +33,15 @@ def rollout_problems(config: PPOConfig) -> Problems:
 
 def capability_problems(config: PPOConfig, capabilities: RolloutCapabilities) -> Problems:
     """Yield settings that need a capability which the rollout does not declare, and ranks it cannot share."""
-    rollout, key, filters = (
-        config.actor_rollout_ref.rollout,
-        "actor_rollout_ref.rollout",
-        config.algorithm.filter_groups,
-    )
-    size, name, partial = (
-        rollout.tensor_model_parallel_size,
-        f"{key}.name={rollout.name}",
-        config.trainer.partial_rollout,
-    )
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    size, name = rollout.tensor_model_parallel_size, f"{key}.name={rollout.name}"
     if capabilities.tensor_parallel:
         yield from _rollout_rank_problems(config)
-    in_chunks = filters.defers and rollout.mode == "sync"
     needs = (  # setting, value, whether it needs a capability, which one, what to set instead
         (f"{key}.tensor_model_parallel_size", size, size > 1, "tensor_parallel", f"use {key}.name=vllm, or 1"),
         (f"{key}.mode", rollout.mode, rollout.mode == "async", "requests", "use sync"),
         (f"{key}.calculate_log_probs", True, rollout.calculate_log_probs, "log_probs", "set it to false"),
         (f"{key}.weight_sync.lora", "adapter", rollout.weight_sync.lora == "adapter", "adapters", "use merged"),
-        ("trainer.partial_rollout", True, partial, "partial", "leave it out"),
-        ("algorithm.filter_groups.order", filters.order, in_chunks, "partial", "use shortest"),
     )
     for setting, value, is_needed, capability, fix in needs:
         if is_needed and not getattr(capabilities, capability):

@@ -58,7 +58,12 @@ def _tail_problems(config: PPOConfig) -> Problems:
             f"{setting}: is a schedule of synchronous training, and trainer.lag={config.trainer.lag} hides long "
             "responses behind training already; leave one of both out"
         )
-    if rollout.mode == "async" and rollout.agent.default_agent_loop == OUTSIDE_AGENT:
+    if rollout.mode == "sync":
+        yield (
+            f"{setting}: actor_rollout_ref.rollout.mode=sync generates each batch in one call, which cannot leave out "
+            "long responses; set actor_rollout_ref.rollout.mode=async"
+        )
+    elif rollout.agent.default_agent_loop == OUTSIDE_AGENT:
         yield (
             f"{setting}: programs of actor_rollout_ref.rollout.agent.default_agent_loop={OUTSIDE_AGENT} play at their "
             "own pace, so a round would end with the last of them; use order=shortest"

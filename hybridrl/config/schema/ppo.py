@@ -36,8 +36,8 @@ class FilterGroupsConfig:
     order: str = setting(
         "drawn",
         "Which groups are trained if a step has more than data.train_batch_size: the first ones, or those that were "
-        "complete first, after the fewest tokens (shortest); also without enable. tail_batching: generation ends when "
-        "these are complete, and the other prompts are generated in later rounds of their own.",
+        "complete first, after the fewest tokens (shortest); also without enable. tail_batching (rollout.mode=async): "
+        "generation ends when these are complete, and the other prompts are generated in later rounds of their own.",
         choices=("drawn", "shortest", "tail_batching"),
     )
 

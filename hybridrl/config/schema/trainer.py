@@ -72,7 +72,8 @@ class TrainerConfig:
         0, "Number of batches generated ahead, and age of their weights in versions; 0 is synchronous.", ge=0
     )
     partial_rollout: bool = setting(
-        False, "With lag 2 or more: generate each batch in parts, one with each version of the weights."
+        False,
+        "With lag 2 or more and rollout.mode=async: generate each batch in parts, one by each version of the weights.",
     )
     hybrid_rollout: bool = setting(
         False,

@@ -27,8 +27,7 @@ from hybridrl.import_path import load_module
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.store import SessionHost
-from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
-from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.requests import NOT_SAMPLED, Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 UNSET_VERSION = 2**62  # until a token is sampled: larger than every real version

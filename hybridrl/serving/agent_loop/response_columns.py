@@ -12,7 +12,7 @@ import torch
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import AGENT_REWARD, BRANCHES, LEFT_OUT
 from hybridrl.serving.agent_loop.base import UNSET_VERSION, AgentLoopOutput
-from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
+from hybridrl.workers.rollout.requests import NOT_SAMPLED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,54 @@
 """`ShortRound`: agent loops generate until enough groups are complete, and the other loops end.
 
-`workers/rollout/short_round.py` says which groups these are. Rows wait at each limit, as they do with partial rollouts.
-So no request is open at a replica when the other loops end, and none has to be aborted there.
+A short round of tail batching (RollPacker, arXiv 2509.21009) ends when enough groups are complete. Here "first" counts
+tokens and not seconds: a round trains on the groups whose longest response is the shortest. All responses grow together
+from limit to limit. An open response is longer than the limit, so its group comes after all groups that are complete at
+the limit. As soon as these are enough, the choice is the one that whole responses would give.
+
+Completion by the clock depends on the load of the machines, and a step that runs again would choose other groups. A
+choice by tokens depends on seeds and weights alone. Nothing needs to be recorded to repeat it.
+
+Rows wait at each limit, as they do with partial rollouts. So no request is open at a replica when the other loops end,
+and none has to be aborted there. Runs in the driver. Shapes: S rows, n adjacent ones per group, G groups.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hybridrl.data_plane.chunking import even_bounds
+from hybridrl.data_plane.meta_info import CHOSEN_GROUPS
 from hybridrl.protocol import DataProto
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.router import ReplicaRouter
-from hybridrl.workers.rollout.short_round import CHOSEN, round_limits, shortest_groups
+
+NUM_LIMITS = 16  # a round is at most a sixteenth of the response length longer than it must be
+
+
+def round_limits(max_tokens: int) -> list[int]:
+    """Return the numbers of tokens at which a round looks for complete groups; the last one is `max_tokens`."""
+    return [stop for _, stop in even_bounds(max_tokens, min(NUM_LIMITS, max_tokens))]
+
+
+def shortest_groups(lengths_S: Sequence[int | None], *, n: int, num_groups: int, limit: int) -> list[int] | None:
+    """Return the places of the groups whose longest response is the shortest, ascending; None while they are unknown.
+
+    Of equally long groups, the first ones are chosen.
+
+    Args:
+        lengths_S: Tokens of the responses that have ended, None for those that may continue beyond the limit.
+        n: Responses per group.
+        num_groups: How many to choose.
+        limit: Tokens up to which all lengths are known.
+    """
+    longest = []
+    for start in range(0, len(lengths_S), n):
+        known = [length for length in lengths_S[start : start + n] if length is not None and length <= limit]
+        if len(known) == n:
+            longest.append((max(known), start // n))
+    return sorted(place for _, place in sorted(longest)[:num_groups]) if len(longest) >= num_groups else None
 
 
 @dataclass
@@ -51,8 +87,8 @@ class ShortRound:
             await self.batch.cancel()
 
     def complete(self, prompts: DataProto) -> tuple[DataProto, list[AgentLoopOutput]]:
-        """Return the chosen prompts, with their places in `meta_info[CHOSEN]`, and their outputs."""
+        """Return the chosen prompts, with their places in `meta_info[CHOSEN_GROUPS]`, and their outputs."""
         assert self.chosen is not None, "at the last limit all loops have ended"
         of_chosen = prompts.select_idxs(torch.tensor(self.chosen))
-        of_chosen.meta_info = of_chosen.meta_info | {CHOSEN: self.chosen}
+        of_chosen.meta_info = of_chosen.meta_info | {CHOSEN_GROUPS: self.chosen}
         return of_chosen, self.batch.outputs_of([group * self.n + i for group in self.chosen for i in range(self.n)])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hybridrl.serving.sessions.matching import BranchKind
 from hybridrl.serving.sessions.session import Turn, path
-from hybridrl.workers.rollout.partial import NO_VERSION as NOT_SAMPLED
+from hybridrl.workers.rollout.requests import NOT_SAMPLED
 
 
 @dataclass

@@ -5,7 +5,6 @@ from .distillation import check_teachers as check_teachers
 from .distillation import join_teachers as join_teachers
 from .distillation import submit_to_teachers as submit_to_teachers
 from .distillation import teacher_metrics as teacher_metrics
-from .policy.short_round import ShortRound as ShortRound
 from .sampling.branches import add_branch_rows as add_branch_rows
 from .sampling.tail_batching import TailPrompts as TailPrompts
 from .sampling.tail_batching import add_deferred as add_deferred

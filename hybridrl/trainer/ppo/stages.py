@@ -292,7 +292,7 @@ def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColu
     """Return the optional columns that a job with these settings and roles has."""
     rollout, trainer, algorithm = config.actor_rollout_ref.rollout, config.trainer, config.algorithm
     log_probs = (c.ROLLOUT_LOG_PROBS,) if rollout.calculate_log_probs else ()
-    versions = (c.TOKEN_VERSIONS,) if records_token_versions(config) else ()
+    versions = (c.TOKEN_VERSIONS,) if trainer.partial_rollout else ()
     correction = correction_columns(config)
     weights = tuple(name for name in correction if name == c.ROLLOUT_IS_WEIGHTS)
     components = (c.REWARD_COMPONENTS,) if uses_components(config) else ()
@@ -347,9 +347,3 @@ def rollout_lag(config: PPOConfig) -> int:
 def num_chunks(config: PPOConfig) -> int:
     """Return in how many parts a batch's responses are generated, each with the weights of another step."""
     return max(1, rollout_lag(config)) if config.trainer.partial_rollout else 1
-
-
-def records_token_versions(config: PPOConfig) -> bool:
-    """Return whether responses are generated in chunks by several versions of the weights."""
-    is_async = config.actor_rollout_ref.rollout.mode == "async"
-    return num_chunks(config) > 1 or (config.trainer.partial_rollout and is_async)

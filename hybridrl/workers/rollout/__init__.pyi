@@ -9,8 +9,6 @@ from .base import rollout_class as rollout_class
 from .batched_request_engine import BatchedRequestEngine as BatchedRequestEngine
 from .engine_peers import EnginePeers as EnginePeers
 from .hf import HFRollout as HFRollout
-from .partial import begin_partial as begin_partial
-from .partial import continue_partial as continue_partial
 from .request_server import RequestServer as RequestServer
 from .responses import GeneratedTokens as GeneratedTokens
 from .sampling.sampler import SamplingParams as SamplingParams

@@ -15,6 +15,7 @@ from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 
 FinishReason = Literal["stop", "length", "abort", "pause", "error"]
+NOT_SAMPLED = -1  # version of the weights of a token that no policy sampled
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,17 @@ ROLLOUTS = {
 
 TAIL = (
     "algorithm.filter_groups.order=tail_batching data.train_batch_size=512 data.gen_batch_size=640 "
-    "actor_rollout_ref.rollout.n=2"
+    "actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.mode=async"
 )
 AGENT = (
     "actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.endpoint_port=8000 "
     "actor_rollout_ref.rollout.agent.default_agent_loop=http_agent actor_rollout_ref.rollout.agent.program=x "
     "actor_rollout_ref.rollout.agent.timeout_s=5"
 )
-PARTIAL = "trainer.lag=2 trainer.partial_rollout=true actor_rollout_ref.rollout.n_gpus_per_node=1"
+PARTIAL = (
+    "trainer.lag=2 trainer.partial_rollout=true actor_rollout_ref.rollout.n_gpus_per_node=1 "
+    "actor_rollout_ref.rollout.mode=async"
+)
 ELASTIC = "trainer.min_ranks=1 trainer.save_freq=1"
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
 LAYOUT = "actor_rollout_ref.actor.megatron"
@@ -141,7 +144,7 @@ def check(tmp_path):
             "order=shortest: there are no more groups to choose from; set data.gen",
         ),
         (
-            "algorithm.filter_groups.order=tail_batching",
+            "algorithm.filter_groups.order=tail_batching actor_rollout_ref.rollout.mode=async",
             "order=tail_batching: there are no more groups to choose from; set data.gen_batch_size above",
         ),
         (
@@ -150,14 +153,14 @@ def check(tmp_path):
         ),
         (f"{TAIL} trainer.backend=local trainer.lag=1", "is a schedule of synchronous training, and trainer.lag=1"),
         (
-            f"{TAIL} actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.endpoint_port=8000 "
+            f"{TAIL} actor_rollout_ref.rollout.endpoint_port=8000 "
             "actor_rollout_ref.rollout.agent.default_agent_loop=outside_agent "
             "actor_rollout_ref.rollout.agent.timeout_s=5",
             "default_agent_loop=outside_agent play at their own pace, so a round would end with the last of them",
         ),
         (
-            f"{TAIL} actor_rollout_ref.rollout.name=toy",
-            "algorithm.filter_groups.order=tail_batching: needs the capability partial, which",
+            f"{TAIL} actor_rollout_ref.rollout.mode=sync",
+            "order=tail_batching: actor_rollout_ref.rollout.mode=sync generates each batch in one call",
         ),
         (
             "algorithm.select_samples.k=2 actor_rollout_ref.rollout.n=2",
@@ -254,8 +257,8 @@ def check(tmp_path):
             "actor_rollout_ref.rollout.weight_sync.lora=adapter: needs the capability adapters, which",
         ),
         (
-            "actor_rollout_ref.rollout.name=toy trainer.backend=local trainer.lag=2 trainer.partial_rollout=true",
-            "trainer.partial_rollout=true: needs the capability partial, which",
+            f"{PARTIAL} actor_rollout_ref.rollout.mode=sync",
+            "trainer.partial_rollout=true: actor_rollout_ref.rollout.mode=sync generates each batch in one call",
         ),
         (
             "actor_rollout_ref.rollout.name=toy actor_rollout_ref.rollout.top_k=5",
@@ -271,17 +274,6 @@ def check(tmp_path):
             f"{ROLLOUT_TP}=2",
             f"{ROLLOUT_TP}=2: needs the capability tensor_parallel, which actor_rollout_ref.rollout.name=hf does not "
             "declare; use actor_rollout_ref.rollout.name=vllm, or 1",
-        ),
-        (
-            "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
-            "actor_rollout_ref.rollout.weight_sync.transport=broadcast",
-            "transport=broadcast: with trainer.lag=1, a rollout process that restarts while the actor trains needs "
-            "weights that the actor no longer has",
-        ),
-        (
-            "actor_rollout_ref.rollout.mode=async trainer.lag=1 actor_rollout_ref.rollout.n_gpus_per_node=1 "
-            "actor_rollout_ref.model.lora_rank=2 actor_rollout_ref.rollout.weight_sync.lora=adapter",
-            "weight_sync.lora=adapter: with trainer.lag=1, a rollout process that restarts",
         ),
         ("actor_rollout_ref.rollout.agent.path=x.py", "has no effect without actor_rollout_ref.rollout.mode=async"),
         (
@@ -459,9 +451,11 @@ def test_a_token_budget_must_hold_the_longest_sequence_where_it_is_used(check, p
         "actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=true",
         "data.gen_batch_size=2048 algorithm.filter_groups.order=shortest trainer.staleness=1",
         TAIL,
-        f"{TAIL} actor_rollout_ref.rollout.mode=async",
         f"{TAIL} {AGENT}",
         f"{PARTIAL} {AGENT}",
+        # A rollout process that is lost has to wait for the trainer then.
+        f"{PARTIAL} actor_rollout_ref.rollout.weight_sync.transport=broadcast",
+        f"{PARTIAL} actor_rollout_ref.model.lora_rank=2 actor_rollout_ref.rollout.weight_sync.lora=adapter",
         f"{PARTIAL} {AGENT} actor_rollout_ref.rollout.agent.default_agent_loop=outside_agent "
         "actor_rollout_ref.rollout.agent.program=null",
         f"{PARTIAL} {AGENT} actor_rollout_ref.rollout.agent.default_agent_loop=environment_agent "

@@ -25,7 +25,7 @@ ON_RAY = {
 CRITIC = {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True}
 ROLLOUT = "actor_rollout_ref__rollout__"
 SEPARATED = {"trainer__n_gpus_per_node": 1, f"{ROLLOUT}n_gpus_per_node": 2}
-AHEAD = {"trainer__lag": 2, "trainer__partial_rollout": True}
+AHEAD = {"trainer__lag": 2, "trainer__partial_rollout": True, f"{ROLLOUT}mode": "async"}
 CHANGES = {
     "ppo": CRITIC | {"trainer__n_gpus_per_node": 2, "trainer__colocate": "device"},
     "lag": SEPARATED | AHEAD,

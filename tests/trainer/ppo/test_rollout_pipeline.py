@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hybridrl.config import PPOConfig, load_config
-from hybridrl.errors import StaleWeightsError
+from hybridrl.data_plane.meta_info import CHOSEN_GROUPS
+from hybridrl.errors import CheckpointError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
 from hybridrl.trainer.ppo.policy.rollout_pipeline import RolloutPipeline
-from hybridrl.workers.rollout.short_round import CHOSEN
 
 
 class Responses:
@@ -22,7 +22,7 @@ class Responses:
 
     def get(self) -> DataProto:
         tokens, chosen = self.prompts.batch["input_ids"], self.num_prompts
-        meta_info = {} if chosen is None else {CHOSEN: list(range(len(tokens)))[-chosen:]}
+        meta_info = {} if chosen is None else {CHOSEN_GROUPS: list(range(len(tokens)))[-chosen:]}
         tokens = tokens if chosen is None else tokens[-chosen:]
         versions = torch.full_like(tokens, self.version or 0)
         return DataProto.from_dict(tensors={"responses": tokens, "versions": versions}, meta_info=meta_info)
@@ -55,10 +55,9 @@ class Generator:
 
 
 def pipeline_with(*words: str) -> RolloutPipeline:
-    """Return a pipeline to a rollout of two processes."""
     settings = ["data.max_response_length=4", "actor_rollout_ref.rollout.n=1", *words]
     config = load_config(PPOConfig, settings, program="p", config_name="ppo_trainer")
-    workers = PolicyWorkers({"actor_rollout": SimpleNamespace(world_size=2)})
+    workers = PolicyWorkers({"actor_rollout": SimpleNamespace()})
     return RolloutPipeline(workers, config, Generator())
 
 
@@ -103,7 +102,7 @@ def test_chunks_and_greedy_responses_are_part_of_the_state():
     assert pipeline.chunk_tokens == [2, 2]
     submit(pipeline, 1)
     [kept] = pickle.loads(pickle.dumps(pipeline.state_dict()))
-    assert kept.num_chunks == 1 and len(kept.responses.futures) == 2  # one shard for each process that continues them
+    assert kept.num_chunks == 1
     assert kept.responses.get().batch["responses"].tolist() == [[1], [-1]]
     assert kept.greedy.get().batch["responses"].tolist() == [[1], [-1]]
 
@@ -123,3 +122,13 @@ def test_a_short_round_returns_the_prompts_that_it_answers():
     generated = pipeline.pop()
     assert (generated.chosen, generated.prompts.batch["other"].tolist()) == ([1], [-3])
     assert generated.samples.batch["responses"].tolist() == [[-3]]
+
+
+def test_parts_of_responses_from_batched_calls_are_refused(tmp_path):
+    words = ("trainer.lag=2", "trainer.partial_rollout=true")
+    pipeline = pipeline_with(*words)
+    submit(pipeline, 1)
+    state = pipeline.save(str(tmp_path))  # with the column `responses`, which parts of agent loops do not have
+    with pytest.raises(CheckpointError, match="parts of responses from actor_rollout_ref.rollout.mode=sync.*export"):
+        pipeline_with(*words).load(str(tmp_path), state)
+    pipeline_with("trainer.lag=2").load(str(tmp_path), state)  # where one part is the whole response

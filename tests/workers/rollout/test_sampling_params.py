@@ -13,7 +13,9 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
-from hybridrl.workers.rollout.partial import begin_partial, continue_partial
+from hybridrl.workers.rollout.request_server import RequestServer
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.responses import token_lists
 from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStrings, TokenHistory
 from hybridrl.workers.rollout.sampling.sampler import draw_tokens
 from tests.support.end_to_end.runs import settings, train
@@ -245,11 +247,27 @@ def completes(tokens: list[int], length: int, tokenizer) -> bool:
 @pytest.mark.parametrize("name", ENGINES)
 def test_chunks_equal_one_call_with_penalties_and_stop_strings(start, name):
     sampling = SamplingParams(RESPONSE, n=2, temperature=0.9, stop=("e", "1"), min_tokens=7, **PENALTIES)
-    whole = start(name).generate(prompts_of(8), sampling)
-    chunked = begin_partial(start(name), prompts_of(8), replace(sampling, max_new_tokens=10))
-    chunked = continue_partial(start(name), chunked, replace(sampling, max_new_tokens=RESPONSE - 10))
-    assert responses(whole) == responses(chunked)
-    assert any(10 < len(response) < RESPONSE for response in responses(whole))
+    prompts = prompts_of(8)
+    whole = responses(start(name).generate(prompts, sampling))
+    ids, seeds = token_lists(prompts), prompts.batch["seeds"].tolist()
+    served: dict[str, list[int]] = {f"{row}/{sample}": [] for row in range(len(ids)) for sample in range(sampling.n)}
+    server, left = RequestServer(start(name)), list(served)
+    for size in (10, RESPONSE - 10):
+        part = replace(sampling, n=1, max_new_tokens=size)
+        outputs: list[TokenOutput] = server.serve(
+            [
+                Request(key, (*ids[row], *served[key]), part, seeds[row], sample=sample, num_done=len(served[key]))
+                for key in left
+                for row, sample in [map(int, key.split("/"))]
+            ],
+            [],
+            slice_s=60,
+        )
+        for output in outputs:
+            served[output.request_id] += output.token_ids
+        left = [output.request_id for output in outputs if output.finish_reason == "length"]
+    assert [*served.values()] == whole and not server.num_open()
+    assert any(10 < len(response) < RESPONSE for response in whole)
 
 
 # -- from the command line

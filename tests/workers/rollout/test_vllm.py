@@ -27,7 +27,6 @@ from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, VLLMRollout, fingerprint, make_rollout
 from hybridrl.workers.rollout.memory_release import resident_bytes
-from hybridrl.workers.rollout.partial import begin_partial, continue_partial
 from hybridrl.workers.weight_transfer.base import GrowableBuffer
 from hybridrl.workers.weight_transfer.buckets import OutgoingWeights, fill_buckets, unpack
 
@@ -290,15 +289,6 @@ def test_an_incomplete_push_is_stale_until_a_complete_one(started, rollout):
         rollout.generate(prompts_of([3]), SamplingParams(1))
     rollout.load_weights(3, weights)
     assert rollout.generate(prompts_of([3]), SamplingParams(1)).batch["weights_version"].tolist() == [3]
-
-
-def test_chunks_equal_one_call(rollout):
-    whole = rollout.generate(prompts_of(MIXED), SamplingParams(RESPONSE, n=2))
-    chunked = begin_partial(rollout, prompts_of(MIXED), SamplingParams(5, n=2))
-    chunked = continue_partial(rollout, chunked, SamplingParams(RESPONSE - 5, n=2))
-    for name in ("responses", "response_mask", "attention_mask", "position_ids"):
-        assert torch.equal(whole.batch[name], chunked.batch[name]), name
-    assert (whole.batch["rollout_log_probs"] - chunked.batch["rollout_log_probs"]).abs().max() < 1e-4
 
 
 def test_health_detects_weights_damaged_inside_the_engine(rollout):

@@ -18,7 +18,7 @@ class PendingResponses(Protocol):
     def get(self) -> DataProto:
         """Wait, and return the batch that `ActorRolloutRefWorker.generate_sequences` describes.
 
-        After a short round its `meta_info[CHOSEN]` has the places of the prompts that it answers.
+        After a short round its `meta_info[CHOSEN_GROUPS]` has the places of the prompts that it answers.
         """
         ...
 
@@ -84,8 +84,7 @@ class Generator(Protocol):
             prompts: Prompts; or what `submit` returned, or a future of the batch that it returned, from a checkpoint.
             version: Version of the weights.
             max_new_tokens: Most new tokens of each response; a later call may add more. None: whole responses.
-            num_prompts: Generate until the groups of so many prompts are complete, and end the others, see
-                `workers/rollout/short_round.py`. None: all.
+            num_prompts: Generate until the groups of so many prompts are complete, and end the others. None: all.
         """
         ...
 

@@ -27,16 +27,15 @@ import torch
 
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.chunking import even_bounds
-from hybridrl.data_plane.meta_info import GenerationRequest
-from hybridrl.protocol import DataProto, DataProtoFuture
-from hybridrl.trainer import ppo
+from hybridrl.data_plane.meta_info import CHOSEN_GROUPS, GenerationRequest
+from hybridrl.errors import CheckpointError
+from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.columns import PROMPT_INPUT
 from hybridrl.trainer.ppo.policy.generator import Generator, Pending, PendingResponses, Resync
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
 from hybridrl.trainer.ppo.policy.weight_sync import make_weight_sync
 from hybridrl.trainer.ppo.stages import num_chunks, rollout_lag, uses_greedy_baseline
-from hybridrl.workers.rollout.short_round import CHOSEN
 
 
 class BatchedGenerator:
@@ -62,13 +61,8 @@ class BatchedGenerator:
         max_new_tokens: int | None = None,
         num_prompts: int | None = None,
     ) -> PendingResponses:
-        if max_new_tokens is None:
-            return self._group.generate_sequences.submit(prompts, weights_version=version)
-        if not isinstance(prompts, DataProto):
-            return self._group.continue_sequences.submit(prompts, max_new_tokens, weights_version=version)
-        if num_prompts is not None:
-            return ppo.ShortRound(self._group, prompts, num_prompts, max_new_tokens, version=version)
-        return self._group.begin_sequences.submit(prompts, max_new_tokens, weights_version=version)
+        assert max_new_tokens is num_prompts is None, "such settings are refused with rollout.mode=sync"
+        return self._group.generate_sequences.submit(prompts, weights_version=version)
 
     def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
         return receive()
@@ -77,6 +71,16 @@ class BatchedGenerator:
         self, group: Any, prompts: DataProto, *, version: int | None, resync: Resync | None = None
     ) -> DataProto:
         return group.generate_sequences(prompts, weights_version=version)
+
+
+@dataclass(frozen=True)
+class StoredResponses:
+    """`PendingResponses` of a snapshot or a checkpoint, as far as they were generated."""
+
+    batch: DataProto
+
+    def get(self) -> DataProto:
+        return self.batch.select()
 
 
 @dataclass
@@ -175,8 +179,7 @@ class RolloutPipeline:
         num_prompts = batch.meta_info.pop("num_prompts", None)
         seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.TRAIN_ROLLOUT, step=number)
         prompts = self._split_inputs(batch, GenerationRequest(seed=seed))
-        is_whole = len(self.chunk_tokens) == 1 and num_prompts is None
-        max_new_tokens = None if is_whole else self.chunk_tokens[0]
+        max_new_tokens = self.chunk_tokens[0] if len(self.chunk_tokens) > 1 else None
         responses = self._submit(prompts, max_new_tokens=max_new_tokens, num_prompts=num_prompts)
         pending = PendingBatch(number, epoch, batch, responses)
         if uses_greedy_baseline(self.config):
@@ -222,7 +225,7 @@ class RolloutPipeline:
         while batch.num_chunks < len(self.chunk_tokens):  # in the first steps of a run, batches are submitted late
             self._submit_next_chunk(batch)
         responses, greedy = batch.fetch()
-        chosen = responses.meta_info.get(CHOSEN)
+        chosen = responses.meta_info.get(CHOSEN_GROUPS)
         prompts = batch.other_columns if chosen is None else batch.other_columns.select_idxs(torch.tensor(chosen))
         samples = join_responses(prompts, responses, n=self.config.actor_rollout_ref.rollout.n)
         greedy = None if greedy is None else join_responses(prompts, greedy, n=1)
@@ -308,13 +311,8 @@ class RolloutPipeline:
 
     def _with_values(self, batch: PendingBatch) -> PendingBatch:
         responses, greedy = batch.fetch()
-        num_groups = len(batch.other_columns)
-        return replace(
-            batch,
-            responses=self._as_future(responses, num_groups=num_groups),
-            greedy=None if greedy is None else self._as_future(greedy, num_groups=num_groups),
-            pending_pushes=[],
-        )
+        stored_greedy = None if greedy is None else StoredResponses(greedy)
+        return replace(batch, responses=StoredResponses(responses), greedy=stored_greedy, pending_pushes=[])
 
     def load_state_dict(self, pending: Sequence[PendingBatch]) -> None:
         """Replace the queue by that of a `state_dict`, also of another driver."""
@@ -347,15 +345,18 @@ class RolloutPipeline:
         for number, entry in enumerate(state or ()):
             other_columns = DataProto.load_from_disk(os.path.join(directory, f"{number}.rest"))
             responses = DataProto.load_from_disk(os.path.join(directory, f"{number}.responses"))
-            future = self._as_future(responses, num_groups=len(other_columns))
-            pending = PendingBatch(entry["step"], entry["epoch"], other_columns, future, entry["shares"])
+            if entry["shares"] < len(self.chunk_tokens) and "responses" in responses.batch:
+                raise CheckpointError(
+                    f"{directory}: the checkpoint has parts of responses from actor_rollout_ref.rollout.mode=sync, "
+                    "which only earlier versions continue; finish the run with the version that wrote it, or export "
+                    "its weights (hybridrl export) and start a run from them"
+                )
+            pending = PendingBatch(
+                entry["step"], entry["epoch"], other_columns, StoredResponses(responses), entry["shares"]
+            )
             if entry.get("greedy"):
-                greedy = DataProto.load_from_disk(os.path.join(directory, f"{number}.greedy"))
-                pending.greedy = self._as_future(greedy, num_groups=len(other_columns))
+                pending.greedy = StoredResponses(DataProto.load_from_disk(os.path.join(directory, f"{number}.greedy")))
             self._pending.append(pending)
-
-    def _as_future(self, responses: DataProto, *, num_groups: int) -> DataProtoFuture:
-        return shards_of_groups(responses, num_groups=num_groups, num_shards=self.workers.rollout.world_size)
 
 
 def join_responses(other_columns: DataProto, responses: DataProto, *, n: int) -> DataProto:
@@ -363,12 +364,3 @@ def join_responses(other_columns: DataProto, responses: DataProto, *, n: int) ->
     responses.meta_info = {}
     generated = responses.select(batch_keys=[str(name) for name in responses.batch.keys() if name != "seeds"])
     return other_columns.repeat(n, interleave=True).union(generated)
-
-
-def shards_of_groups(responses: DataProto, *, num_groups: int, num_shards: int) -> DataProtoFuture:
-    """Return a future as from the rollout's processes, with whole sample groups in each shard."""
-    n = len(responses) // max(1, num_groups)
-    return DataProtoFuture(
-        collect_fn=DataProto.concat,
-        futures=[responses.slice(start * n, stop * n) for start, stop in even_bounds(num_groups, num_shards)],
-    )

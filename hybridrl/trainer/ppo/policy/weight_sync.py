@@ -16,6 +16,7 @@ from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
+from hybridrl.workers import weight_transfer
 
 
 class WeightSync(Protocol):
@@ -33,7 +34,8 @@ class WeightSync(Protocol):
     def resend(self) -> Callable[[Sequence[int]], None] | None:
         """Function that sends the current weights to restarted rollout processes, given their ranks.
 
-        None: no rollout process can restart alone, since it holds the actor, too.
+        None: no rollout process can restart alone. It holds the actor, too, or the actor trains meanwhile and the
+        weights of the last push are nowhere else.
         """
         ...
 
@@ -92,7 +94,14 @@ class CrossProcessWeightSync:
 
         return receive
 
-    def resend(self, ranks: Sequence[int]) -> None:
+    @property
+    def resend(self) -> Callable[[Sequence[int]], None] | None:
+        settings = self._settings
+        keeps_all = settings.by_placement or weight_transfer.transport_capabilities(settings.transport).stored
+        is_possible = not self._overlaps_training or (keeps_all and settings.lora == "merged")
+        return self._resend if is_possible else None
+
+    def _resend(self, ranks: Sequence[int]) -> None:
         """Send the other ranks' weights to restarted rollout processes, those of one engine."""
         if self._overlaps_training:  # the actor may have newer weights
             assert self._loaded is not None, "a rollout serves requests only after its first push"
@@ -139,6 +148,7 @@ class CrossProcessWeightSync:
 
     def _after(self, receipt: Any, version: int, error: BaseException | None) -> None:
         if error is not None:
+            self.cancel(f"the push of version {version} has failed")
             self._transport = None
             return
         self._loaded = version, receipt

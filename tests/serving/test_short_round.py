@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.workers.rollout.short_round import NUM_LIMITS, round_limits, shortest_groups
+from hybridrl.serving.agent_loop.short_round import NUM_LIMITS, round_limits, shortest_groups
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5, 16, 17, 8192])
