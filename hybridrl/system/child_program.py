@@ -53,11 +53,7 @@ MAX_INTEGER_BITS = 1023  # more than a float holds; JSON readers refuse integers
 
 
 class NotLoaded(Exception):
-    """The object is not there: `kind` is "path" or "name"."""
-
-    def __init__(self, kind: str, reason: str):
-        super().__init__(kind, reason)
-        self.kind, self.reason = kind, reason
+    """The object is not there. The arguments are the kind of failure, "path" or "name", and the reason."""
 
 
 class Answers:
@@ -123,7 +119,7 @@ def run(sock: socket.socket, answers: Answers) -> None:
         kind = "signature"
         calls = make_calls(loaded, **arguments)
     except BaseException as error:
-        kind, reason = (error.kind, error.reason) if isinstance(error, NotLoaded) else (kind, describe_error(error))
+        kind, reason = error.args if isinstance(error, NotLoaded) else (kind, describe_error(error))
         answers.send("failed", ([kind], reason))
         return
     reporter = ImportReporter(answers)

@@ -282,10 +282,7 @@ class SandboxProcess:
             flooded = self._exchange(time.monotonic() + self.limits.wall_s + SETUP_TIMEOUT_S)
         finally:
             self._end()
-        if flooded:
-            detail = f"it printed more than {self.limits.output_kb} KiB to {flooded}"
-            return replace(self._printed(self.limits), verdict=Verdict.OUTPUT_LIMIT, detail=detail)
-        return self._reported(fetch, self.limits)
+        return self._reported(fetch, self.limits, flooded)
 
     def _exchange(self, deadline: float) -> str:
         """Send the job, receive what comes; return the name of a stream that brought too much, or ""."""
@@ -340,8 +337,14 @@ class SandboxProcess:
         stdout, stderr = (self.received[name][:most].decode(errors="replace") for name in ("stdout", "stderr"))
         return Outcome(Verdict.OK, stdout=stdout, stderr=stderr)
 
-    def _reported(self, fetch: Sequence[str], limits: Limits) -> Outcome:
-        """Return the outcome of a program with these limits, from the report of the first process."""
+    def _reported(self, fetch: Sequence[str], limits: Limits, flooded: str) -> Outcome:
+        """Return the outcome of a program with these limits, from the report of the first process.
+
+        `flooded`: name of a stream to which it printed too much, or "".
+        """
+        if flooded:
+            detail = f"it printed more than {limits.output_kb} KiB to {flooded}"
+            return replace(self._printed(limits), verdict=Verdict.OUTPUT_LIMIT, detail=detail)
         head, _, rest = bytes(self.received["report"]).partition(b"\n")
         if not head:
             last = self.received["stderr"].decode(errors="replace").strip().splitlines()[-1:]

@@ -137,16 +137,13 @@ class SandboxSession(SandboxProcess):
         self._unsent = memoryview(b"j" + bytes(frame_of(job)))
         self.received = {name: bytearray() for name in self._streams}
         flooded = self._receive_report(time.monotonic() + limits.wall_s + SETUP_TIMEOUT_S, most=limits.output_kb << 10)
-        printed = self._printed(limits)
-        ended = self.received["report"].split(b" ")[0]
-        if flooded:
-            detail = f"it printed more than {limits.output_kb} KiB to {flooded}"
-            return replace(printed, verdict=Verdict.OUTPUT_LIMIT, detail=detail)
-        if ended == b"cancelled":
-            return replace(printed, verdict=Verdict.TIMEOUT, detail="it was cancelled")
-        if ended == b"error" and os.strerror(errno.ENOSPC).encode() in self.received["report"]:
-            return replace(printed, verdict=Verdict.RUNTIME_ERROR, detail="there is no space left for its input")
-        return self._reported((), limits)
+        report = self.received["report"]
+        if not flooded and report.startswith(b"cancelled "):
+            return replace(self._printed(limits), verdict=Verdict.TIMEOUT, detail="it was cancelled")
+        if not flooded and report.startswith(b"error ") and os.strerror(errno.ENOSPC).encode() in report:
+            detail = "there is no space left for its input"
+            return replace(self._printed(limits), verdict=Verdict.RUNTIME_ERROR, detail=detail)
+        return self._reported((), limits, flooded)
 
     def _receive_report(self, deadline: float, *, most: int) -> str:
         """Send what is to be sent, and receive until a report is there. Return the name of a stream with too much.
