@@ -153,8 +153,7 @@ def random_batch(vocab: int, sizes: EngineSizes) -> Any:
 def new_engine(path: str, sizes: EngineSizes) -> Any:
     """Return an engine that has not been set up."""
     from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig, OptimConfig
-    from hybridrl.workers.engine.base import EngineSetup, MicroBatching
-    from hybridrl.workers.engine.lora import LoRA
+    from hybridrl.workers.engine.base import EngineSetup, LoRA, MicroBatching
     from hybridrl.workers.engine_worker import make_engine
 
     setup = EngineSetup(

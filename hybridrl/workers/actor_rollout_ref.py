@@ -31,7 +31,6 @@ from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_datapr
 from hybridrl.workers import rollout
 from hybridrl.workers.engine.base import AdapterEngine, Engine, EngineSetup, LossFn, MicroBatching
 from hybridrl.workers.engine.hf_model import vocabulary_size
-from hybridrl.workers.engine_snapshot import SnapshotMixin
 from hybridrl.workers.engine_worker import (
     engine_setup,
     lora_of,
@@ -53,7 +52,7 @@ ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same pro
 ROLLOUT_COMPUTE = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH)
 
 
-class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
+class ActorRolloutRefWorker(WeightPushMixin):
     """One process of the policy.
 
     Args:
@@ -164,10 +163,6 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
         self._server: rollout.RequestServer | None = None  # started by the first requests
 
-    @property
-    def trained_engine(self) -> Engine:
-        return self.actor
-
     @register(ROLLOUT_COMPUTE)
     def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> DataProto:
         """Return responses to the prompts, `n` adjacent rows for each.
@@ -222,7 +217,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
             reference: Also return `ref_log_prob`, that of an actor with adapters without them.
         """
         more = ("sum_pi_squared",) if sum_pi_squared else ()
-        with on_device(self.actor, self.device, params=self._offload.param_offload):
+        with self._trained():
             out = self.actor.forward(data, self._log_prob_micro(), outputs=("log_probs", "entropy", *more))
             ref = self._without_adapters(data) if reference else {}
         named = {"old_log_probs": out["log_probs"], "entropys": out["entropy"]} | ref
@@ -235,7 +230,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         An actor with adapters is its own reference: the model without them.
         """
         if self.ref is None:
-            with on_device(self.actor, self.device, params=self._offload.param_offload):
+            with self._trained():
                 return DataProto.from_dict(tensors=self._without_adapters(data))
         with on_device(self.ref, self.device, params=ref_engine_settings(self.config).param_offload):
             out = self.ref.forward(data, self._ref_micro(), outputs=("log_probs",))
@@ -291,9 +286,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
             loss = actor_loss(actor, counts, correction=correction, distillation=self.config.distillation)
             return loss if own is None else own.used_by(loss)
 
-        with on_device(
-            self.actor, self.device, params=self._offload.param_offload, optimizer=self._offload.optimizer_offload
-        ):
+        with self._trained(optimizer=True):
             metrics = self._update(
                 self.actor,
                 data,
@@ -313,29 +306,9 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
         )
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, directory: str) -> int:
-        """Write the engine's state of every rank under `directory`.
-
-        Covers model, optimizer, schedule and random generators. The caller commits the directory by a rename.
-
-        Returns:
-            Optimizer steps taken so far.
-        """
-        return self._save(self.actor, directory, self._offload)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, directory: str) -> int:
-        """Load the state that `save_checkpoint` wrote, also with another world size.
-
-        Returns:
-            Optimizer steps taken so far.
-        """
-        return self._load(self.actor, directory, self._offload)
-
-    @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, directory: str) -> None:
         """Write the policy as Hugging Face safetensors with config and tokenizer, and verify names and values."""
-        with on_device(self.actor, self.device, params=self._offload.param_offload):
+        with self._trained():
             workers.export_hf(
                 self.actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank
             )
@@ -350,7 +323,7 @@ class ActorRolloutRefWorker(SnapshotMixin, WeightPushMixin):
     def export_adapter(self, directory: str) -> None:
         """Write the policy's adapters in peft's format, and verify names and values."""
         model = self.config.actor_rollout_ref.model
-        with on_device(self.actor, self.device, params=self._offload.param_offload):
+        with self._trained():
             workers.export_adapter(
                 self.actor.weights(lora="unscaled_adapters"),
                 directory,

@@ -9,14 +9,13 @@ from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import Engine, MicroBatching
-from hybridrl.workers.engine_snapshot import SnapshotMixin
-from hybridrl.workers.engine_worker import EngineWorker, engine_setup, make_engine, micro_batching, on_device
+from hybridrl.workers.engine_worker import TrainingWorker, engine_setup, make_engine, micro_batching
 from hybridrl.workers.losses import critic_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 
 
-class CriticWorker(SnapshotMixin, EngineWorker):
+class CriticWorker(TrainingWorker):
     """One process of the critic: a token-level value head on a language model.
 
     Args:
@@ -59,45 +58,25 @@ class CriticWorker(SnapshotMixin, EngineWorker):
     @register(ENGINE_COMPUTE)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values` (B, R) float32: the value of the state before each response token."""
-        with on_device(self.critic, self.device, params=self._offload.param_offload):
-            out = self.critic.forward(data, self._micro(), outputs=("values",))
+        with self._trained() as critic:
+            out = critic.forward(data, self._micro(), outputs=("values",))
         return DataProto.from_dict(tensors={"values": out["values"]})
 
     @register(MINI_BATCH_COMPUTE)
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on a batch with `values` and `returns`. Metrics as in `ActorRolloutRefWorker.update_actor`."""
-        critic, offload = self.config.critic, self._offload
-        with on_device(self.critic, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
+        cliprange = self.config.critic.cliprange_value
+        with self._trained(optimizer=True) as critic:
             metrics = self._update(
-                self.critic,
+                critic,
                 data,
                 self._micro(),
-                make_loss=lambda counts: critic_loss(critic.cliprange_value, counts),
+                make_loss=lambda counts: critic_loss(cliprange, counts),
                 outputs=("values",),
                 epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
                 prefix="critic",
             )
         return DataProto(meta_info={"metrics": metrics})
-
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, directory: str) -> int:
-        """Write the engine's state of every rank under `directory`.
-
-        Covers model, optimizer, schedule and random generators. The caller commits the directory by a rename.
-
-        Returns:
-            Optimizer steps taken so far.
-        """
-        return self._save(self.critic, directory, self._offload)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, directory: str) -> int:
-        """Load the state that `save_checkpoint` wrote, also with another world size.
-
-        Returns:
-            Optimizer steps taken so far.
-        """
-        return self._load(self.critic, directory, self._offload)
 
     @property
     def _offload(self) -> EngineSettings:

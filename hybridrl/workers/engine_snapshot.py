@@ -15,9 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hybridrl.errors import CheckpointError
-from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import Engine, StateTensors
-from hybridrl.workers.engine.random_state import get_random_state, set_random_state
+from hybridrl.workers.engine.checkpoint_files import get_random_state, set_random_state
 
 
 class EngineState(TypedDict):
@@ -34,28 +33,6 @@ class EngineState(TypedDict):
     groups: list[list[dict[str, Any]]]
     random: dict[str, np.ndarray]
     num_updates: int
-
-
-class SnapshotMixin:
-    """Snapshot methods for workers with one trained engine."""
-
-    @property
-    def trained_engine(self) -> Engine:
-        """Return the engine whose state a snapshot has."""
-        raise NotImplementedError
-
-    @register(Dispatch.ONE_TO_ALL)
-    def take_snapshot(self) -> EngineState:
-        """Return this rank's share of the engine's state."""
-        return take_engine_state(self.trained_engine)
-
-    @register(Dispatch.ALL_TO_ALL)
-    def load_snapshot(self, snapshot: EngineState) -> None:
-        """Load what this rank's `take_snapshot` returned, in this process or an earlier one.
-
-        The caller passes a list with the snapshots of all ranks.
-        """
-        load_engine_state(self.trained_engine, snapshot)
 
 
 @torch.no_grad()

@@ -1,15 +1,16 @@
-"""`EngineWorker`: common part of the workers with a training engine.
+"""`EngineWorker` and `TrainingWorker`: common parts of the workers with a training engine.
 
-It creates the engine, moves it to and from its device, runs updates, and saves and loads checkpoints. It runs in a
-worker process. Subclasses define the methods that the trainer calls.
+They create the engine, move it to and from its device, run updates, and save and load checkpoints and snapshots. They
+run in a worker process. Subclasses define the other methods that the trainer calls.
 """
 
 import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
-from hybridrl.config.checks.adapters import read_saved_adapter
+from hybridrl.config import checks
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
@@ -22,13 +23,14 @@ from hybridrl.workers.engine.base import (
     ROW_TOKENS,
     Engine,
     EngineSetup,
+    LoRA,
     LossFn,
     MicroBatching,
     resolve_dtype,
 )
-from hybridrl.workers.engine.collective_errors import raise_on_all_ranks
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.checkpoint_files import raise_on_all_ranks
 from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak
+from hybridrl.workers.engine_snapshot import EngineState, load_engine_state, take_engine_state
 from hybridrl.workers.losses import REJECTED, GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
 from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
@@ -75,7 +77,7 @@ def lora_of(model: ModelConfig) -> LoRA | None:
         ConfigError: The saved adapter cannot be read.
     """
     if model.lora_adapter_path is not None:
-        saved = read_saved_adapter(model.lora_adapter_path)
+        saved = checks.read_saved_adapter(model.lora_adapter_path)
         return LoRA(saved.rank, saved.alpha, path=model.lora_adapter_path)
     return LoRA(model.lora_rank, model.lora_alpha, tuple(model.target_modules)) if model.lora_rank else None
 
@@ -179,23 +181,68 @@ class EngineWorker(Worker):
         total = sum_over_ranks(local, device=self.device)
         return [GlobalCounts(tokens, seqs) for tokens, seqs in zip(total[::2], total[1::2], strict=True)]
 
-    def _save(self, engine: Engine, directory: str, offload: EngineSettings) -> int:
-        """Write the engine's state; return the optimizer steps taken. A failure is raised on every rank."""
+
+class TrainingWorker(EngineWorker):
+    """A worker with one engine that is trained: its checkpoints and snapshots."""
+
+    @property
+    def trained_engine(self) -> Engine:
+        """Return the engine whose state checkpoints and snapshots have."""
+        raise NotImplementedError
+
+    @property
+    def _offload(self) -> EngineSettings:
+        """Return the settings of that engine."""
+        raise NotImplementedError
+
+    def _trained(self, *, optimizer: bool = False) -> AbstractContextManager[Engine]:
+        """Return a block in which the trained engine, and its optimizer if asked for, is on its device."""
+        offload = self._offload
+        with_optimizer = optimizer and offload.optimizer_offload
+        return on_device(self.trained_engine, self.device, params=offload.param_offload, optimizer=with_optimizer)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: str) -> int:
+        """Write the engine's state of every rank under `directory`. A failure is raised on every rank.
+
+        Covers model, optimizer, schedule and random generators. The caller commits the directory by a rename.
+
+        Returns:
+            Optimizer steps taken so far.
+        """
         problem = None
         try:
             os.makedirs(directory, exist_ok=True)
         except OSError as error:
             problem = error
         raise_on_all_ranks(problem, directory)
-        with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
+        with self._trained(optimizer=True) as engine:
             engine.save(directory)
         return engine.num_updates
 
-    def _load(self, engine: Engine, directory: str, offload: EngineSettings) -> int:
-        """Load the state that `_save` wrote; return the optimizer steps taken."""
-        with on_device(engine, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: str) -> int:
+        """Load the state that `save_checkpoint` wrote, also with another world size.
+
+        Returns:
+            Optimizer steps taken so far.
+        """
+        with self._trained(optimizer=True) as engine:
             engine.load(directory)
         return engine.num_updates
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_snapshot(self) -> EngineState:
+        """Return this rank's share of the engine's state."""
+        return take_engine_state(self.trained_engine)
+
+    @register(Dispatch.ALL_TO_ALL)
+    def load_snapshot(self, snapshot: EngineState) -> None:
+        """Load what this rank's `take_snapshot` returned, in this process or an earlier one.
+
+        The caller passes a list with the snapshots of all ranks.
+        """
+        load_engine_state(self.trained_engine, snapshot)
 
 
 def has_nonfinite_loss(stats: dict[str, float]) -> bool:

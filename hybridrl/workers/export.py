@@ -14,8 +14,8 @@ import torch
 
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.engine.hf_model import make_scoring, overridden_config
-from hybridrl.workers.engine.lora import LoRA
 from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
 

@@ -12,15 +12,15 @@ from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching
-from hybridrl.workers.engine_worker import EngineWorker, lora_of, make_engine, micro_batching, on_device, required_path
+from hybridrl.workers.engine.base import Engine, EngineSetup, LossFn, MicroBatching
+from hybridrl.workers.engine_worker import TrainingWorker, lora_of, make_engine, micro_batching, required_path
 from hybridrl.workers.export import export_adapter, export_hf
 from hybridrl.workers.losses import GlobalCounts, sft_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process, sum_dicts_over_ranks, sum_over_ranks
 
 
-class SupervisedWorker(EngineWorker):
+class SupervisedWorker(TrainingWorker):
     """One process of the trained model.
 
     Args:
@@ -47,7 +47,11 @@ class SupervisedWorker(EngineWorker):
         self.model = self._set_up(make_engine(self.config.strategy, self._engine_setup(total_optimizer_steps)))
 
     @property
-    def _settings(self) -> EngineSettings:
+    def trained_engine(self) -> Engine:
+        return self.model
+
+    @property
+    def _offload(self) -> EngineSettings:
         return supervised_engine_settings(self.config)
 
     def _engine_setup(self, total_optimizer_steps: int) -> EngineSetup:
@@ -58,7 +62,7 @@ class SupervisedWorker(EngineWorker):
             trust_remote_code=config.model.trust_remote_code,
             override_config=dict(config.model.override_config),
             device=self.device,
-            settings=self._settings,
+            settings=self._offload,
             gradient_checkpointing=config.model.enable_gradient_checkpointing,
             packed=config.model.use_remove_padding,
             optim=config.optim,
@@ -73,10 +77,9 @@ class SupervisedWorker(EngineWorker):
         self, data: DataProto, make_loss: Callable[[GlobalCounts], LossFn], *, outputs: tuple[str, ...]
     ) -> DataProto:
         """Take one optimizer step. Metrics as in `ActorRolloutRefWorker.update_actor`."""
-        offload = self._settings
-        with on_device(self.model, self.device, params=offload.param_offload, optimizer=offload.optimizer_offload):
+        with self._trained(optimizer=True) as model:
             metrics = self._update(
-                self.model, data, self._micro(), make_loss=make_loss, outputs=outputs, epochs=1, prefix="train"
+                model, data, self._micro(), make_loss=make_loss, outputs=outputs, epochs=1, prefix="train"
             )
         return DataProto(meta_info={"metrics": metrics})
 
@@ -85,44 +88,24 @@ class SupervisedWorker(EngineWorker):
     ) -> DataProto:
         """Return the loss of a batch and its statistics over all ranks, without training."""
         [counts] = self._global_counts([data], counted=self.model.mesh_position.is_output_rank)
-        with on_device(self.model, self.device, params=self._settings.param_offload):
-            found = self.model.forward(data, self._micro(), outputs=outputs)
+        with self._trained() as model:
+            found = model.forward(data, self._micro(), outputs=outputs)
         _, stats = make_loss(counts)(found, data)
         counted = self.model.mesh_position.is_output_rank  # its peers have the same rows
         [metrics] = sum_dicts_over_ranks([{name: float(value) * counted for name, value in stats.items()}])
         return DataProto(meta_info={"metrics": {name: [value] for name, value in metrics.items()}})
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, directory: str) -> int:
-        """Write the engine's state of every rank under `directory`.
-
-        Covers model, optimizer, schedule and random generators. The caller commits the directory by a rename.
-
-        Returns:
-            Optimizer steps taken so far.
-        """
-        return self._save(self.model, directory, self._settings)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, directory: str) -> int:
-        """Load the state that `save_checkpoint` wrote, also with another world size.
-
-        Returns:
-            Optimizer steps taken so far.
-        """
-        return self._load(self.model, directory, self._settings)
-
-    @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, directory: str) -> None:
         """Write the model as Hugging Face safetensors with config and tokenizer, and verify names and values."""
-        with on_device(self.model, self.device, params=self._settings.param_offload):
-            export_hf(self.model.weights(), directory, model=self.config.model, rank=self.rank, kind=self.kind)
+        with self._trained() as model:
+            export_hf(model.weights(), directory, model=self.config.model, rank=self.rank, kind=self.kind)
 
     @register(Dispatch.ONE_TO_ALL)
     def export_adapter(self, directory: str) -> None:
         """Write the model's adapters in peft's format, and verify names and values."""
-        with on_device(self.model, self.device, params=self._settings.param_offload):
-            weights, lora = self.model.weights(lora="unscaled_adapters"), lora_of(self.config.model)
+        with self._trained() as model:
+            weights, lora = model.weights(lora="unscaled_adapters"), lora_of(self.config.model)
             export_adapter(weights, directory, model=self.config.model, lora=lora, rank=self.rank)
 
     def _micro(self) -> MicroBatching:
@@ -150,8 +133,8 @@ class SFTWorker(SupervisedWorker):
     @register(ENGINE_COMPUTE)
     def compute_loss(self, data: DataProto) -> tuple[float, float]:
         """Return (sum of negative log-likelihoods, number of tokens) over all ranks, the same on every rank."""
-        with on_device(self.model, self.device, params=self._settings.param_offload):
-            log_probs = self.model.forward(data, self._micro(), outputs=("log_probs",))["log_probs"]
+        with self._trained() as model:
+            log_probs = model.forward(data, self._micro(), outputs=("log_probs",))["log_probs"]
         num_tokens, _ = GlobalCounts.local(data.batch["response_mask"])
         counted = self.model.mesh_position.is_output_rank  # its peers have the same rows
         own = [-float(log_probs.double().sum()) * counted, num_tokens * counted]

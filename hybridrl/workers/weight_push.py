@@ -18,14 +18,14 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.system.machine import shared_memory_id
 from hybridrl.workers import weight_transfer
 from hybridrl.workers.engine.base import Engine
-from hybridrl.workers.engine_worker import EngineWorker, on_device
+from hybridrl.workers.engine_worker import TrainingWorker
 from hybridrl.workers.rollout.base import Rollout, RolloutHealth, weights_dtype
 
 if TYPE_CHECKING:
     from hybridrl.workers.weight_transfer import PushReceipt, Receivers, Sender, SenderAddress
 
 
-class WeightPushMixin(EngineWorker):
+class WeightPushMixin(TrainingWorker):
     """Weight pushes, and the memory that a rollout holds between them. An actor sends, a rollout receives.
 
     Attributes:
@@ -44,6 +44,10 @@ class WeightPushMixin(EngineWorker):
         return weight_transfer.Receivers(rank=self.rank, device=self.device, timeout_s=timeout_s)
 
     @property
+    def trained_engine(self) -> Engine:
+        return self.actor
+
+    @property
     def _offload(self) -> EngineSettings:
         return engine_settings(self.config.actor_rollout_ref.actor)
 
@@ -59,7 +63,7 @@ class WeightPushMixin(EngineWorker):
             StaleWeightsError: The rollout's weights differ from the pushed ones.
         """
         self._wake_up()
-        with on_device(self.actor, self.device, params=self._offload.param_offload):
+        with self._trained():
             self.rollout.load_weights(version, self._weights_to_push(adapters), adapters=adapters)
         return self.rollout.health()
 
@@ -125,7 +129,7 @@ class WeightPushMixin(EngineWorker):
         )
 
     def _send(self, sender: "Sender | None", version: int, *, adapters: bool = False) -> "PushReceipt | None":
-        with on_device(self.actor, self.device, params=self._offload.param_offload):
+        with self._trained():
             weights = weight_transfer.OutgoingWeights(
                 self._weights_to_push(adapters), weights_dtype(self.config.actor_rollout_ref.rollout, self.device)
             )

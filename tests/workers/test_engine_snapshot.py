@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import (
     WHOLE,

@@ -4,4 +4,8 @@ from .base import LossFn as LossFn
 from .base import MeshPosition as MeshPosition
 from .base import MicroBatching as MicroBatching
 from .base import StateTensors as StateTensors
+from .lora import WEIGHTS as WEIGHTS
+from .lora import adapters_off as adapters_off
+from .lora import add_adapters as add_adapters
 from .model_files import check_model as check_model
+from .peft_format import read_adapter as read_adapter

@@ -16,7 +16,6 @@ import torch
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.lora import LoRA
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
 """`loss_fn(outputs, rows) -> (loss, stats)`: outputs (b,R) with gradient, and the rows, of one micro-batch.
@@ -47,6 +46,23 @@ class TokenTerm:
 
     fn: Callable[..., torch.Tensor]
     columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Settings of low-rank adapters, see `lora.py`.
+
+    Attributes:
+        rank: Rank r of the trained change.
+        alpha: The change is scaled by alpha / r.
+        target_modules: Last name components of the adapted layers, or "all-linear".
+        path: Directory of a saved adapter to start from, which has its own layers. None: new adapters.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...] = ("all-linear",)
+    path: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

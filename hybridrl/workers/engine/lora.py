@@ -10,7 +10,6 @@ to a model family. The Megatron engine shares the settings and the choice of lay
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridrl.errors import ConfigError
+from hybridrl.workers.engine.base import LoRA
 
 ALL_LINEAR = "all-linear"
 PARTS = ("lora_A", "lora_B")
@@ -26,30 +26,18 @@ GatherFn = Callable[[torch.Tensor], torch.Tensor]
 """Returns the full tensor of a parameter. It may be collective: all ranks make the same calls in the same order."""
 
 
-@dataclass(frozen=True)
-class LoRA:
-    """Settings of the adapters.
+class AdaptedLayer:
+    """Marks a layer that got an adapter, of either engine, and computes with it while `enabled`."""
 
-    Attributes:
-        rank: Rank r of the trained change.
-        alpha: The change is scaled by alpha / r.
-        target_modules: Last name components of the adapted layers, or "all-linear".
-        path: Directory of a saved adapter to start from, which has its own layers. None: new adapters.
-    """
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    path: str | None = None
+    enabled = True
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(AdaptedLayer, nn.Linear):
     """Linear layer with an adapter: lora_A (r, in) and lora_B (out, r), in the weight's dtype."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
-    enabled = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.enabled:
@@ -58,9 +46,9 @@ class LoRALinear(nn.Linear):
 
 
 @contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute with the base weights alone during a block."""
-    layers = _adapted(model).values()
+def adapters_off(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Compute with the base weights of these models, or parts of one, during a block."""
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, AdaptedLayer)]
     for layer in layers:
         layer.enabled = False
     try:

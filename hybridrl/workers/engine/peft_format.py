@@ -15,7 +15,7 @@ import torch
 
 from hybridrl.config.checks.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_adapter_config
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.base import LoRA
 
 PREFIX, SUFFIX = "base_model.model.", ".weight"
 

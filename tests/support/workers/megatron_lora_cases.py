@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.engine.hf_model import empty_model, hf_config
-from hybridrl.workers.engine.lora import WEIGHTS, LoRA, chosen_layers
+from hybridrl.workers.engine.lora import WEIGHTS, chosen_layers
 from hybridrl.workers.engine.peft_format import write_adapter
 from tests.support.workers.engine_cases import (
     gradients,

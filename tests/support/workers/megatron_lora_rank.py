@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.engine.megatron.engine import MegatronEngine, finalize_model_grads
 from hybridrl.workers.engine.megatron.hf_weights import gather_full_tensors
 from hybridrl.workers.engine.megatron.parallel_groups import destroy_model_parallel

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from hybridrl.workers.engine.base import MicroBatching
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.base import LoRA, MicroBatching
 from tests.support.workers.engine_cases import (
     VOCAB,
     WHOLE,

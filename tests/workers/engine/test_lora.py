@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.base import LoRA
 from tests.support.workers.engine_cases import (
     WHOLE,
     gradients,

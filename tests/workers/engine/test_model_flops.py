@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.engine.model_shape import ModelShape
 from hybridrl.workers.engine.utilization.model_flops import ADAPTER_UPDATE, FORWARD, MODEL_TYPES, UPDATE, ModelFlops
 from tests.support.workers.engine_cases import WHOLE, make_batch, make_engine, policy_loss, save_tiny_qwen2

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from hybridrl.config.checks.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_saved_adapter
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.engine.peft_format import adapted_layers, read_adapter
 from hybridrl.workers.export import export_adapter
 from tests.support.workers.engine_cases import (

@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from hybridrl.errors import CheckpointError
+from hybridrl.workers.engine.checkpoint_files import PortableWriter
 from hybridrl.workers.engine.safe_load import METADATA, WEIGHTS_ONLY_VARIABLE, read_metadata, without_code
-from hybridrl.workers.engine.storage_writer import PortableWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hybridrl.algos.partition.prefix_tree import prefix_tree, real_tokens
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS, MicroBatching
+from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS, LoRA, MicroBatching
 from hybridrl.workers.engine.batching.layout import token_grid
 from hybridrl.workers.engine.batching.tree_attention import (
     attend_tree,
@@ -24,7 +24,6 @@ from hybridrl.workers.engine.batching.tree_layout import (
     make_tree_layout,
     tree_micro_batches,
 )
-from hybridrl.workers.engine.lora import LoRA
 from tests.support.workers.engine_cases import (
     VOCAB,
     WHOLE,

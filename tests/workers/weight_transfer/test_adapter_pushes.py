@@ -8,7 +8,7 @@ import torch
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.lora import LoRA
+from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.rollout import HFRollout, RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.weight_transfer import OutgoingWeights
 from hybridrl.workers.weight_transfer.disk import DiskSender, receive

@@ -19,10 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.engine.collective_errors import collective_write
-from hybridrl.workers.engine.random_state import get_random_state, set_random_state
+from hybridrl.workers.engine.checkpoint_files import (
+    PortableWriter,
+    collective_write,
+    get_random_state,
+    set_random_state,
+)
 from hybridrl.workers.engine.safe_load import METADATA, read_metadata, without_code
-from hybridrl.workers.engine.storage_writer import PortableWriter
 
 
 def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:

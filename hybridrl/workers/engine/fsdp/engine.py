@@ -6,9 +6,7 @@ a reduce-scatter per micro-batch but cost every rank a full model's float32 grad
 process group of its own.
 """
 
-import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,16 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
+from hybridrl.config.schema.workers import FSDPConfig
 from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
+from hybridrl.workers import engine
 from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.layout import TokenLayout
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs, token_columns
 from hybridrl.workers.engine.batching.packed_attention import use_packed_sdpa
-from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
 from hybridrl.workers.engine.fsdp.checkpoint import load_state, save_state
 from hybridrl.workers.engine.hf_model import (
     check_packable,
@@ -39,12 +37,17 @@ from hybridrl.workers.engine.hf_model import (
     recompute_activations,
     scalar_heads,
 )
-from hybridrl.workers.engine.lora import WEIGHTS, adapters_off, add_adapters
-from hybridrl.workers.engine.lr_schedule import learning_rate
-from hybridrl.workers.engine.peft_format import read_adapter
+from hybridrl.workers.engine.sharded_engine import (
+    ShardedEngine,
+    Stats,
+    adam_options,
+    as_numbers,
+    loss_of_no_rows,
+    without_gradient,
+)
 
 
-class FSDPEngine:
+class FSDPEngine(ShardedEngine):
     """An `Engine` on `torch.distributed.fsdp.fully_shard`.
 
     `setup` creates `model`, the sharded module. It stays in eval mode: without dropout, PPO's ratio starts at 1.
@@ -52,18 +55,11 @@ class FSDPEngine:
 
     Config = FSDPConfig
 
-    def __init__(self, config: EngineSetup):
-        self.config = config
-
     def setup(self) -> None:
         """Load and shard the model, build the optimizer, and offload what the settings name."""
         config = self.config
-        _ensure_process_group(config.device)
+        self._choose_device()
         self.mesh_position = MeshPosition(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), is_output_rank=True)
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-        )
-        self._params_on = self._optimizer_on = self._device
         self.model = _sharded_model(config, self._device)
         self._shares_prefixes = config.share_prefixes and batching.use_tree_attention(self.model)
         self._reader = OutputReader(
@@ -76,7 +72,8 @@ class FSDPEngine:
             chunk=config.logits_chunk,
         )
         self._optimizer, self.num_updates = _adamw(config, self.model), 0
-        self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)
+        self._models, self._optimizers = [self.model], [self._optimizer] if self._optimizer else []
+        self._offload()
 
     def _attention_inputs(self) -> tuple[str, ...]:
         if self._shares_prefixes:
@@ -117,99 +114,49 @@ class FSDPEngine:
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
     ) -> list[dict[str, float]]:
-        assert self._optimizer is not None, "an engine without an optimizer does not train"
+        self._require_optimizer()
         check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
         self._load_to_device(params=True)
-        stats: list[dict[str, torch.Tensor | float]] = []
+        stats: list[Stats] = []
         for rows, layout in self._micro_batch_layouts(batch, micro):
             results = self._read(batch, rows, layout, outputs)
             if rows:
                 loss, values = loss_fn(results, batch.select_idxs(rows).to(self._device))
-                values = {**values, **(layout.tree.token_counts() if layout.tree else {})}
-                stats.append(
-                    {
-                        name: value.detach() if isinstance(value, torch.Tensor) else value
-                        for name, value in values.items()
-                    }
-                )
+                stats.append(without_gradient({**values, **(layout.tree.token_counts() if layout.tree else {})}))
             else:
-                loss = torch.cat([result.flatten() for result in results.values()]).sum() * 0.0
+                loss = loss_of_no_rows(results)
             loss.backward()  # FSDP2 reduce-scatters the gradients in here
         self._reshard()
-        # Read numbers only here: reading between micro-batches would synchronise with the GPU each time.
-        return [{name: float(value) for name, value in values.items()} for values in stats]
-
-    def adapters_off(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes without its adapters."""
-        return adapters_off(self.model)
-
-    def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
-        optim = self.config.optim
-        assert self._optimizer is not None and optim is not None, "an engine without an optimizer does not train"
-        self._load_to_device(params=True, optimizer=True)
-        lr = learning_rate(optim, self.num_updates, total_steps=self.config.total_steps)
-        norm = _clip(self.model, max_norm=self.config.grad_clip)
-        skipped = skip or not math.isfinite(norm)
-        if skipped:
-            log_skipped_updates(self.num_updates, norm)
-        else:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-            self.num_updates += 1
-        self._optimizer.zero_grad()
-        return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
+        return as_numbers(stats)
 
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         self._load_to_device(params=True)
-        yield from WEIGHTS[lora](self.model, _full_tensor)
-
-    def save(self, directory: str) -> None:
-        self._load_to_device(params=True, optimizer=True)
-        check_finite([*self.model.parameters(), *optimizer_tensors(self._optimizer)], self._device)
-        save_state(directory, model=self.model, optimizer=self._optimizer, step=self.num_updates)
-
-    def load(self, directory: str) -> None:
-        self._load_to_device(params=True, optimizer=True)
-        self.num_updates = load_state(directory, model=self.model, optimizer=self._optimizer)
-        if self._optimizer is not None and self.config.optim is not None:
-            # Configured hyperparameters override those of the checkpoint.
-            for group in self._optimizer.param_groups:
-                group.update(_hyperparameters(self.config.optim))
+        if self.config.lora is not None:
+            yield from engine.WEIGHTS[lora](self.model, _full_tensor)
+            return
+        saved = self.model.state_dict().keys()
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if name in saved:
+                yield name, _full_tensor(tensor.detach())
 
     def state_tensors(self) -> StateTensors:
         self._reshard()
-        if self._optimizer is None:
-            return StateTensors([self.model], [])
-        for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
-            if not self._optimizer.state[parameter]:  # the state that the first step would create
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                self._optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
-        return StateTensors([self.model], [self._optimizer])
+        return super().state_tensors()
 
-    def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
-        target = self._device if device == self._device.type else torch.device(device)
-        if params:
-            self.model.to(target)
-            self._params_on = target
-        if optimizer and self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                state.update(
-                    {name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)}
-                )
-            self._optimizer_on = target
+    def _reduced_norm(self) -> float:
+        """Return the norm before the gradients, which the backward passes have reduced, are clipped here."""
+        return float(_full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)))
+
+    def _save_state(self, directory: str) -> None:
+        save_state(directory, model=self.model, optimizer=self._optimizer, step=self.num_updates)
+
+    def _load_state(self, directory: str) -> int:
+        return load_state(directory, model=self.model, optimizer=self._optimizer)
 
     def _reshard(self) -> None:
         """Free gathered parameters, which the next optimizer step would make stale."""
         for module in _sharded_modules(self.model):
             module.reshard()
-
-    def _load_to_device(self, *, params: bool = False, optimizer: bool = False) -> None:
-        self.to(
-            self._device.type,
-            params=params and self._params_on != self._device,
-            optimizer=optimizer and self._optimizer_on != self._device,
-        )
 
     def _micro_batch_layouts(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], TokenLayout]]:
         """Yield (row indices, layout on the device), equally often on every rank.
@@ -221,14 +168,6 @@ class FSDPEngine:
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
             yield rows, layout_of(grid, rows, **how).to(self._device)
-
-
-def _ensure_process_group(device: str) -> None:
-    if not dist.is_initialized():
-        # One rank: a store in this process's memory needs no port.
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
 
 
 def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:
@@ -255,8 +194,8 @@ def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:
 
 def _adapted(model: nn.Module, config: EngineSetup) -> nn.Module:
     if config.lora is not None:
-        saved = None if config.lora.path is None else read_adapter(config.lora.path)
-        add_adapters(model, config.lora, seed=config.seed, saved=saved)
+        saved = None if config.lora.path is None else engine.read_adapter(config.lora.path)
+        engine.add_adapters(model, config.lora, seed=config.seed, saved=saved)
     return model
 
 
@@ -320,19 +259,7 @@ def _adamw(config: EngineSetup, model: nn.Module) -> torch.optim.AdamW | None:
     if config.optim is None:
         return None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=config.optim.lr, **_hyperparameters(config.optim), fused=True)
-
-
-def _hyperparameters(optim: OptimConfig) -> dict[str, Any]:
-    return {"betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
-
-
-def _clip(model: nn.Module, *, max_norm: float) -> float:
-    """Scale all gradients to a global norm of at most `max_norm`. Collective.
-
-    Returns the norm before scaling.
-    """
-    return float(_full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+    return torch.optim.AdamW(trained, lr=config.optim.lr, **adam_options(config.optim), fused=True)
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:

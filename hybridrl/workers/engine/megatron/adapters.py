@@ -15,7 +15,6 @@ does for norms.
 Shapes: s tokens, b rows, r rank, n Hugging Face layers of one Megatron layer.
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,7 +34,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine.lora import PARTS, LoRA, chosen_layers, draw_A
+from hybridrl.workers.engine.base import LoRA
+from hybridrl.workers.engine.lora import PARTS, AdaptedLayer, chosen_layers, draw_A
 from hybridrl.workers.engine.megatron.architecture import ADAPTABLE, AdaptableLayer
 from hybridrl.workers.engine.megatron.hf_weights import gather_full_tensors
 from hybridrl.workers.engine.megatron.network import Network
@@ -50,7 +50,7 @@ class Adapter(nn.Module):
         self.lora_B = nn.Parameter(like.new_zeros(size_out, rank))
 
 
-class _AdaptedLayer(nn.Module):
+class _ShardedAdapters(AdaptedLayer, nn.Module):
     """Common part of the two layers: an ordinary Megatron layer that got `adapters` after it was built.
 
     Attributes:
@@ -61,7 +61,6 @@ class _AdaptedLayer(nn.Module):
     parts: dict[str, int]
     groups: int
     scale: float
-    enabled: bool
     axes: dict[str, int]
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -101,7 +100,7 @@ class _AdaptedLayer(nn.Module):
         )
 
 
-class AdaptedColumnLinear(_AdaptedLayer, ColumnParallelLinear):
+class AdaptedColumnLinear(_ShardedAdapters, ColumnParallelLinear):
     """Column-parallel layer with adapters: A is equal on all peers, B is sharded as the weight is."""
 
     def exchange(self, low: torch.Tensor) -> torch.Tensor:
@@ -110,7 +109,7 @@ class AdaptedColumnLinear(_AdaptedLayer, ColumnParallelLinear):
         return copy_to_tensor_model_parallel_region(low, group=self.tp_group)
 
 
-class AdaptedRowLinear(_AdaptedLayer, RowParallelLinear):
+class AdaptedRowLinear(_ShardedAdapters, RowParallelLinear):
     """Row-parallel layer with adapters: A is sharded as the weight is, B is equal on all peers."""
 
     def exchange(self, low: torch.Tensor) -> torch.Tensor:
@@ -179,10 +178,10 @@ def _places(chunk: Network) -> Iterator[tuple[str, tuple[nn.Module, AdaptableLay
 def _adapt(module: Any, layer: AdaptableLayer, *, part: str, A: torch.Tensor, B: torch.Tensor, scale: float) -> None:
     """Add one adapter to a Megatron layer, given A and B in full."""
     config, column = module.config, layer.shard_dim == 0
-    if not isinstance(module, _AdaptedLayer):
+    if not isinstance(module, _ShardedAdapters):
         module.__class__ = AdaptedColumnLinear if column else AdaptedRowLinear
         module.parts, module.groups = _output_parts(layer, module, config)
-        module.scale, module.enabled = scale, True
+        module.scale = scale
         module.axes = {"weight": 0, "bias": 0} if column else {"weight": 1}
     peers, rank = module.tp_group.size(), module.tp_group.rank()
     A, B = (A, B.chunk(peers, 0)[rank]) if column else (A.chunk(peers, 1)[rank], B)
@@ -205,19 +204,6 @@ def _output_parts(layer: AdaptableLayer, module: Any, config: TransformerConfig)
     groups = config.num_query_groups // module.tp_group.size()
     size = groups * config.kv_channels
     return dict(zip(layer.parts, (total - 2 * size, size, size), strict=True)), groups
-
-
-@contextlib.contextmanager
-def adapters_off(chunks: list[Network]) -> Iterator[None]:
-    """Compute with the base weights alone during a block."""
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, _AdaptedLayer)]
-    for layer in layers:
-        layer.enabled = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enabled = True
 
 
 def gather_weights(chunks: list[Network], *, lora: str, scale: float, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:

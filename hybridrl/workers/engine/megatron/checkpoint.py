@@ -26,11 +26,16 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hybridrl.errors import CheckpointError
 from hybridrl.system.atomic_write import fsync_path
-from hybridrl.workers.engine.collective_errors import collective_write, raise_on_all_ranks
+from hybridrl.workers.engine.checkpoint_files import (
+    PortableWriter,
+    collective_write,
+    get_random_state,
+    raise_on_all_ranks,
+    set_random_state,
+)
 from hybridrl.workers.engine.megatron.network import Network
-from hybridrl.workers.engine.random_state import get_random_state, set_random_state
 from hybridrl.workers.engine.safe_load import without_code
-from hybridrl.workers.engine.storage_writer import PortableWriter
+from hybridrl.workers.engine.sharded_engine import create_adam_state
 
 # Pass copies to megatron-core: it adds process groups to the dict.
 FORMAT = {
@@ -136,11 +141,7 @@ def prepare_torch_adam(optimizer: MegatronOptimizer) -> None:
     megatron-core with each group, so copying it from the group fails.
     """
     for inner in optimizer.chained_optimizers:
-        for group in inner.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not inner.optimizer.state[parameter]:
-                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    inner.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | moments
+        create_adam_state(inner.optimizer)
         if isinstance(inner, DistributedOptimizer):
             inner._set_main_param_and_optimizer_states = MethodType(_copy_all_but_step, inner)
             _count_bucket_padding(inner)

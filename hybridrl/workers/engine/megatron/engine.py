@@ -7,7 +7,6 @@ the same loss.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,16 +18,15 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from hybridrl.config.schema.workers import MegatronConfig, OptimConfig
+from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.protocol import DataProto
+from hybridrl.workers import engine
 from hybridrl.workers.engine import batching
-from hybridrl.workers.engine.base import EngineSetup, LossFn, MicroBatching, StateTensors
+from hybridrl.workers.engine.base import LossFn, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OUTPUTS, check_outputs
-from hybridrl.workers.engine.collective_errors import check_finite, log_skipped_updates, optimizer_tensors
 from hybridrl.workers.engine.hf_model import empty_model, hf_config
-from hybridrl.workers.engine.lr_schedule import learning_rate
-from hybridrl.workers.engine.megatron.adapters import adapters_off, add_adapters, gather_weights
+from hybridrl.workers.engine.megatron.adapters import add_adapters, gather_weights
 from hybridrl.workers.engine.megatron.architecture import transformer_config
 from hybridrl.workers.engine.megatron.checkpoint import load_state, prepare_torch_adam, save_state
 from hybridrl.workers.engine.megatron.hf_weights import HFCheckpointReader, gather_full_tensors, read_weights
@@ -36,21 +34,18 @@ from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenShar
 from hybridrl.workers.engine.megatron.network import Network, WantedStats
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
-from hybridrl.workers.engine.peft_format import read_adapter
+from hybridrl.workers.engine.sharded_engine import ShardedEngine, as_numbers, loss_of_no_rows, without_gradient
 
 Outputs = dict[str, torch.Tensor]
 
 
-class MegatronEngine:
+class MegatronEngine(ShardedEngine):
     """An `Engine` on megatron-core.
 
     `setup` creates `chunks`, this process's parts of the model. There are several if the pipeline is interleaved.
     """
 
     Config = MegatronConfig
-
-    def __init__(self, config: EngineSetup):
-        self.config = config
 
     def setup(self) -> None:
         """Create the process groups, build and load this process's part, and build the optimizer.
@@ -60,12 +55,9 @@ class MegatronEngine:
         config = self.config
         # What may be offloaded is a rule of the settings (`config/checks`), not of the process groups.
         layout = config.settings.with_offload(params=False, optimizer=False)
+        self._choose_device()
         sizes = init_model_parallel(layout, device=config.device, seed=config.seed)
         self.mesh_position = mesh_position()
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-        )
-        self._params_on = self._optimizer_on = self._device
         model = hf_config(config)
         settings = transformer_config(config, model, sizes)
         self._tied = config.kind == "causal_lm" and model.tie_word_embeddings
@@ -82,7 +74,7 @@ class MegatronEngine:
             batching.log_obstacle(f"context_parallel_size={sizes.context} cuts every row into parts")
         self._num_micro_multiple = sizes.pipeline if sizes.virtual_pipeline else 1
         self._make_optimizer()
-        self.to("cpu", params=config.settings.param_offload, optimizer=config.settings.optimizer_offload)
+        self._offload()
 
     def _load_weights(self, model: Any) -> None:
         """Load this process's part of the model, and add its shards of the adapters."""
@@ -92,14 +84,14 @@ class MegatronEngine:
         tensors = HFCheckpointReader(config.path)
         read_weights(self.chunks, tensors, kind=config.kind, tied=self._tied, seed=config.seed, new_head=new_head)
         if config.lora is not None:
-            saved = None if config.lora.path is None else read_adapter(config.lora.path)
+            saved = None if config.lora.path is None else engine.read_adapter(config.lora.path)
             whole = empty_model(config, model, dtype=torch.float32)
             add_adapters(self.chunks, whole, config.lora, seed=config.seed, saved=saved)
 
     def _make_optimizer(self) -> None:
         config = self.config
         self._optimizer: MegatronOptimizer | None = None
-        self.num_updates = 0
+        self._models, self._optimizers, self.num_updates = [*self.chunks], [], 0
         if config.optim is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
@@ -120,12 +112,17 @@ class MegatronEngine:
             params_dtype=config.compute_dtype,
             use_distributed_optimizer=config.settings.use_distributed_optimizer,
             clip_grad=config.grad_clip,
-            **_hyperparameters(config.optim),
+            lr=config.optim.lr,
+            weight_decay=config.optim.weight_decay,
+            adam_beta1=config.optim.betas[0],
+            adam_beta2=config.optim.betas[1],
+            adam_eps=1e-8,
         )
         # No overrides: weight decay applies to every parameter, norms and biases included, as in verl and with FSDP2.
         self._optimizer = get_megatron_optimizer(
             settings, self._modules, config_overrides={}, use_gloo_process_groups=False
         )
+        self._optimizers = [inner.optimizer for inner in self._optimizer.chained_optimizers]
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> Outputs:
         check_outputs(outputs, kind=self.config.kind)
@@ -143,7 +140,7 @@ class MegatronEngine:
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
     ) -> list[dict[str, float]]:
-        assert self._optimizer is not None, "an engine without an optimizer does not train"
+        self._require_optimizer()
         check_outputs(outputs, kind=self.config.kind)
         self._load_to_device(params=True)
 
@@ -151,50 +148,15 @@ class MegatronEngine:
             results = self._read_outputs(tokens, head, outputs=outputs)
             no_tokens = torch.zeros((), dtype=torch.int)
             if not tokens.rows:
-                return torch.cat([result.flatten() for result in results.values()]).sum() * 0.0, no_tokens, None
+                return loss_of_no_rows(results), no_tokens, None
             loss, stats = loss_fn(results, batch.select_idxs(tokens.rows).to(self._device))
-            # Megatron's schedule may change the loss in place, and a stat may be the loss.
-            stats = {
-                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in stats.items()
-            }
             tree = tokens.packed_params and tokens.packed_params.tree
-            stats |= tree.token_counts() if tree else {}
-            return loss, no_tokens, stats
+            # Megatron's schedule may change the loss in place.
+            return loss, no_tokens, without_gradient({**stats, **(tree.token_counts() if tree else {})})
 
         micro_batch_tokens = self._local_micro_batches(batch, micro)
         found = self._run_pipeline(micro_batch_tokens, loss_of, forward_only=False, stats=self._stats_of_head(outputs))
-        return [
-            {name: float(value) for name, value in stats.items()}
-            for stats in found
-            if stats is not None and self.mesh_position.is_output_rank
-        ]
-
-    def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
-        optim = self.config.optim
-        assert self._optimizer is not None and optim is not None, "an engine without an optimizer does not train"
-        self._load_to_device(params=True, optimizer=True)
-        lr = learning_rate(optim, self.num_updates, total_steps=self.config.total_steps)
-        finalize_model_grads(self._modules, None)
-        self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
-        skipped = skip or not math.isfinite(norm)
-        if skipped:
-            log_skipped_updates(self.num_updates, norm)
-        else:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            # Experts have an optimizer of their own, but the norm is global.
-            for inner in self._optimizer.chained_optimizers:
-                clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.grad_clip, norm)
-            self._optimizer.step_with_ready_grads()
-            self.num_updates += 1
-        self._drop_gradients(self._optimizer)
-        return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
-
-    def adapters_off(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes without its adapters."""
-        return adapters_off(self.chunks)
+        return as_numbers(stats for stats in found if stats is not None and self.mesh_position.is_output_rank)
 
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         self._load_to_device(params=True)
@@ -202,52 +164,40 @@ class MegatronEngine:
             return gather_full_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
         return gather_weights(self.chunks, lora=lora, scale=adapters.alpha / adapters.rank, tied=self._tied)
 
-    def save(self, directory: str) -> None:
-        self._load_to_device(params=True, optimizer=True)
-        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        state = [tensor for inner in self._inner_optimizers() for tensor in optimizer_tensors(inner)]
-        check_finite([*parameters, *state], self._device)
-        save_state(directory, chunks=self.chunks, optimizer=self._optimizer, step=self.num_updates)
-
-    def load(self, directory: str) -> None:
-        self._load_to_device(params=True, optimizer=True)
-        self.num_updates = load_state(directory, chunks=self.chunks, optimizer=self._optimizer)
-        optim = self.config.optim
-        if self._optimizer is not None and optim is not None:
-            # Configured hyperparameters override those of the checkpoint.
-            for group in self._optimizer.param_groups:
-                group.update({"betas": tuple(optim.betas), "weight_decay": optim.weight_decay})
-
     def state_tensors(self) -> StateTensors:
         if self._optimizer is not None:
             prepare_torch_adam(self._optimizer)
-        return StateTensors(list(self.chunks), self._inner_optimizers())
+        return super().state_tensors()
 
-    def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
-        target = self._device if device == self._device.type else torch.device(device)
-        if params and target != self._params_on:
-            for chunk in self.chunks:
-                for tensor in [*chunk.parameters(), *chunk.buffers()]:
-                    tensor.data = tensor.data.to(target)
-            self._params_on = target
-        if optimizer and self._optimizer is not None and target != self._optimizer_on:
-            for inner in self._inner_optimizers():
-                for state in inner.state.values():
-                    state.update(
-                        {name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)}
-                    )
-            self._optimizer_on = target
+    def _reduced_norm(self) -> float:
+        assert self._optimizer is not None
+        finalize_model_grads(self._modules, None)
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())
 
-    def _load_to_device(self, *, params: bool = False, optimizer: bool = False) -> None:
-        self.to(self._device.type, params=params, optimizer=optimizer)
+    def _apply_gradients(self, norm: float) -> None:
+        assert self._optimizer is not None
+        # Experts have an optimizer of their own, but the norm is global.
+        for inner in self._optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.grad_clip, norm)
+        self._optimizer.step_with_ready_grads()
 
-    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [] if self._optimizer is None else [inner.optimizer for inner in self._optimizer.chained_optimizers]
-
-    def _drop_gradients(self, optimizer: MegatronOptimizer) -> None:
+    def _drop_gradients(self) -> None:
+        assert self._optimizer is not None
         for module in self._modules:
             module.zero_grad_buffer()
-        optimizer.zero_grad()
+        self._optimizer.zero_grad()
+
+    def _move_parameters(self, target: torch.device) -> None:
+        for chunk in self.chunks:
+            for tensor in [*chunk.parameters(), *chunk.buffers()]:
+                tensor.data = tensor.data.to(target)
+
+    def _save_state(self, directory: str) -> None:
+        save_state(directory, chunks=self.chunks, optimizer=self._optimizer, step=self.num_updates)
+
+    def _load_state(self, directory: str) -> int:
+        return load_state(directory, chunks=self.chunks, optimizer=self._optimizer)
 
     def _run_pipeline(
         self,
@@ -384,13 +334,3 @@ class _SumOverParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
-
-
-def _hyperparameters(optim: OptimConfig) -> dict[str, float]:
-    return {
-        "lr": optim.lr,
-        "weight_decay": optim.weight_decay,
-        "adam_beta1": optim.betas[0],
-        "adam_beta2": optim.betas[1],
-        "adam_eps": 1e-8,
-    }

@@ -39,11 +39,6 @@ def init_model_parallel(config: MegatronConfig, *, device: str, seed: int) -> Pa
     Raises:
         ConfigError: The sizes do not fit the world, or this process already has other sizes.
     """
-    if not dist.is_initialized():
-        # One rank: a store in this process's memory needs no port.
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
     if device == "cpu":
         patch_cuda_to_cpu()
     sizes = ParallelSizes(

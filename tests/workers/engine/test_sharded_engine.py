@@ -3,7 +3,7 @@
 import pytest
 
 from hybridrl.config.schema.workers import OptimConfig
-from hybridrl.workers.engine.lr_schedule import learning_rate, lr_factor
+from hybridrl.workers.engine.sharded_engine import learning_rate, lr_factor
 
 
 def factors(shape: str, *, steps: int, warmup: int, total: int, low: float = 0.0) -> list[float]:
