@@ -24,14 +24,10 @@ MORE_MODULES = {
 CONTRACTS = {"layers": LayersContract, "forbidden": ForbiddenContract, "independence": IndependenceContract}
 LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
 TWINS = {
-    "HybridRollout": "to be renamed",
-    "Pending": "to be renamed",
-    "Plan": "to be renamed",
     "Role": "to be renamed",
     "ShortRound": "to be renamed",
     "Task": "to be renamed",
     "Workload": "to be renamed",
-    "_OpenRequest": "to be renamed",
 }
 """Names of classes that two modules may define, and why."""
 HIDDEN_CIRCLES = ({"hybridrl.trainer.ppo.policy.generation", "hybridrl.trainer.ppo.policy.short_round"},)

@@ -59,7 +59,7 @@ EXCEPTIONS = {
         "self.work.wait()": CALL,
         "partial.get()": CALL,
     },
-    "serving/concurrency_limit.py": {"semaphore.slots.acquire()": LOOP},
+    "serving/agent_loop/episode_clock.py": {"slots.acquire()": LOOP},
     "serving/openai/server.py": {"arrived.get()": LOOP},
     "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
     "serving/router.py": {"self._resumed.wait()": LOOP, "asyncio.wait(pumps)": CALL, "pump.exception()": DONE},

@@ -25,8 +25,8 @@ Generate = Callable[[ReplicaRouter], Coroutine[Any, Any, None]]
 CLOSE_TIMEOUT_S = 10.0  # to cancel and close everything at the end of a job
 
 
-class Pending(Protocol):
-    """A weight push in progress."""
+class PendingLoad(Protocol):
+    """Weights that processes are receiving."""
 
     def wait(self) -> None:
         """Return when it is done. Raises its error."""
@@ -105,7 +105,7 @@ class PolicyService:
         done.set_result(None)
         return QueuedWork(done)
 
-    def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
+    def push(self, version: int, receive: Callable[[], PendingLoad]) -> PendingLoad:
         """Let the processes receive weights of this version, after everything submitted before.
 
         Args:

@@ -6,17 +6,17 @@ import weakref
 
 import pytest
 
-from hybridrl.serving.concurrency_limit import ConcurrencyLimit
+from hybridrl.serving.concurrency_limit import slots
 
 LIMIT = 2
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_tasks_wait_for_a_slot_of_their_kind_and_an_ended_event_loop_is_freed(cancelled):
-    slots, most = ConcurrencyLimit(), {"a": 0, "b": 0}
+    most = {"a": 0, "b": 0}
 
     async def work(kind: str, open_now: dict[str, int]) -> None:
-        async with slots.take(LIMIT, of=kind):
+        async with slots(LIMIT, of=kind):
             open_now[kind] += 1
             most[kind] = max(most[kind], open_now[kind])
             await asyncio.sleep(0.01)

@@ -13,7 +13,7 @@ from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentL
 from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.recorded_row import pop_records, to_columns
-from hybridrl.serving.concurrency_limit import ConcurrencyLimit
+from hybridrl.serving.concurrency_limit import slots
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -142,19 +142,17 @@ def test_a_deadline_counts_the_time_before_and_after_a_wait(monkeypatch):
 
 def test_an_episode_that_waits_gives_its_slot_to_the_next_one():
     async def check() -> None:
-        slots = ConcurrencyLimit()
-
         async def play(response, row) -> None:
-            async with EpisodeClock.of(row).hold(slots.acquire(1)):
+            async with EpisodeClock.of(row).hold(slots(1, of="row")):
                 await two_turns(response, row)
 
         batch, policy = new_batch(play, num_rows=3), Policy()
         await advance(batch, policy, 5, version=1)  # hangs if the first row keeps the slot
         await advance(batch, policy, LENGTH, version=2)
         assert [output.token_versions[4:6] for output in batch.outputs] == [[1, 2]] * 3
-        await asyncio.wait_for(slots.acquire(1), timeout=5)
+        await asyncio.wait_for(slots(1, of="row").acquire(), timeout=5)
         with pytest.raises(TimeoutError):  # no slot was given back twice
-            await asyncio.wait_for(slots.acquire(1), timeout=0.05)
+            await asyncio.wait_for(slots(1, of="row").acquire(), timeout=0.05)
 
     asyncio.run(check())
 

@@ -7,11 +7,9 @@ Runs in the driver process, on the event loop of the agent loops.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
-
-from hybridrl.serving.concurrency_limit import Release
 
 
 class EpisodeClock:
@@ -21,7 +19,7 @@ class EpisodeClock:
         self._num_waiting = 0
         self._running: set[asyncio.Timeout] = set()
         self._left_s: dict[asyncio.Timeout, float] = {}  # of deadlines that stand still
-        self._held: list[Release] = []
+        self._held: list[asyncio.Semaphore] = []
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "EpisodeClock":
@@ -40,19 +38,19 @@ class EpisodeClock:
                 self._left_s.pop(limit, None)
 
     @asynccontextmanager
-    async def hold(self, acquired: Awaitable[Release]) -> AsyncIterator[None]:
-        """Wait for a slot (`ConcurrencyLimit.acquire`), and hold it until the block ends or the episode first waits.
+    async def hold(self, slots: asyncio.Semaphore) -> AsyncIterator[None]:
+        """Wait for a slot (`concurrency_limit`), and hold it until the block ends or the episode first waits.
 
         An episode that waits would otherwise keep others from beginning, among them those that it waits for.
         """
-        release = await acquired
-        self._held.append(release)
+        await slots.acquire()
+        self._held.append(slots)
         try:
             yield
         finally:
-            if release in self._held:
-                self._held.remove(release)
-                release()
+            if slots in self._held:
+                self._held.remove(slots)
+                slots.release()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -69,8 +67,8 @@ class EpisodeClock:
 
     def _stop(self) -> None:
         held, self._held = self._held, []
-        for release in held:
-            release()
+        for slots in held:
+            slots.release()
         now = asyncio.get_running_loop().time()
         for limit in self._running:
             if (until := limit.when()) is not None and not limit.expired():

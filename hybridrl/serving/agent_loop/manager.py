@@ -41,7 +41,7 @@ from hybridrl.serving.hybrid import HybridRollout, Usage
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
 from hybridrl.serving.router import ReplicaRouter
-from hybridrl.serving.service import Generate, Pending, PolicyService, QueuedWork
+from hybridrl.serving.service import Generate, PendingLoad, PolicyService, QueuedWork
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.requests import Request
@@ -178,7 +178,7 @@ class AgentLoopManager:
             hybrid_group=hybrid_group,
         )
 
-    def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
+    def push(self, version: int, receive: Callable[[], PendingLoad]) -> PendingLoad:
         """Let the processes receive weights, after everything submitted before.
 
         The result's `wait` raises what went wrong.

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
-from hybridrl.serving.concurrency_limit import ConcurrencyLimit
+from hybridrl.serving.concurrency_limit import slots
 from hybridrl.serving.environments.process import EnvironmentProcess
 from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
 
@@ -33,12 +33,11 @@ class EnvironmentPool:
         self.spec = spec
         self._idle: list[EnvironmentProcess] = []
         self._has_worked = False  # whether a process has loaded the class
-        self._slots = ConcurrencyLimit()
 
     @asynccontextmanager
     async def take(self, clock: EpisodeClock) -> AsyncIterator[EnvironmentProcess]:
         """Give one process, for one episode. It is ended if the block raises or is cancelled."""
-        async with clock.hold(self._slots.acquire(self.spec.num_processes)):
+        async with clock.hold(slots(self.spec.num_processes, of=self)):
             process = self._pop() or EnvironmentProcess(self.spec)
             try:
                 if not process.loaded:

@@ -24,7 +24,7 @@ from hybridrl.serving.agent_loop.base import AgentLoopContext, register_agent_lo
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.programs.session_agent import SessionAgentLoop, SessionEpisode
 from hybridrl.serving.agent_loop.tools.tool_threads import ToolExit, ToolHangs, call_in_thread
-from hybridrl.serving.concurrency_limit import ConcurrencyLimit
+from hybridrl.serving.concurrency_limit import slots
 from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProcess, ProcessLimits
 
@@ -35,8 +35,6 @@ MAX_COROUTINES, MAX_PROCESSES = 128, 32
 MAX_ROW_BYTES = 100_000  # Linux takes 128 KiB per environment variable
 MAX_OUTPUT_MB = 1.0  # of a command
 POLL_PERIOD_S = 0.05
-
-_slots = ConcurrencyLimit()  # of all loop objects
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class HTTPAgentLoop(SessionAgentLoop):
         """Return what the agent returns, once it has a slot among the agents of this event loop and has ended."""
         task = AgentTask.of(episode)
         limit = MAX_COROUTINES if inspect.iscoroutinefunction(self._function) else MAX_PROCESSES
-        async with episode.clock.hold(_slots.acquire(limit)):
+        async with episode.clock.hold(slots(limit, of=HTTPAgentLoop)):
             return await self._call(task, episode.clock)
 
     async def _call(self, task: AgentTask, clock: EpisodeClock) -> Any:

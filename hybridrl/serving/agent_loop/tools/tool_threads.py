@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from hybridrl.serving.concurrency_limit import ConcurrencyLimit
+from hybridrl.serving.concurrency_limit import slots
 
 MAX_RUNNING = 32  # calls of one tool at the same time; others wait without using up their time
 MAX_ABANDONED = 64  # threads of one tool that have not returned in time; then it is not called any more
@@ -30,7 +30,6 @@ class ToolExit(Exception):
         super().__init__(f"it raised {type(error).__name__}: {error}")
 
 
-_slots = ConcurrencyLimit()
 _abandoned: Counter[Callable] = Counter()
 _lock = threading.Lock()
 
@@ -52,7 +51,7 @@ async def call_in_thread(
         ToolExit: It raised SystemExit, KeyboardInterrupt or the like.
         Exception: What else the function raises.
     """
-    async with nullcontext() if has_slot else _slots.take(MAX_RUNNING, of=function):
+    async with nullcontext() if has_slot else slots(MAX_RUNNING, of=function):
         if _abandoned[function] >= MAX_ABANDONED:
             raise ToolHangs(f"{MAX_ABANDONED} earlier calls have not returned; it is not called any more")
         call = _Call(function, arguments)

@@ -53,7 +53,9 @@ class _BatchSlots:
 
 
 @dataclass
-class _OpenRequest:
+class _PlacedRequest:
+    """An open request in its row of a batch."""
+
     request: Request
     batch: _BatchSlots
     row: int
@@ -66,7 +68,7 @@ class VLLMRequestEngine:
 
     def __init__(self, rollout: EngineHost):
         self.rollout = rollout
-        self._open: dict[str, _OpenRequest] = {}
+        self._open: dict[str, _PlacedRequest] = {}
         self._shared_batches: dict[SamplingParams, _BatchSlots] = {}
         self._num_batches = 0
 
@@ -89,7 +91,7 @@ class VLLMRequestEngine:
         except Exception:
             self._free(batch, row)
             raise
-        self._open[request.request_id] = _OpenRequest(request, batch, row, self.rollout.current_version())
+        self._open[request.request_id] = _PlacedRequest(request, batch, row, self.rollout.current_version())
 
     def _params(self, request: Request, number: int, row: int) -> Any:
         from vllm.sampling_params import RequestOutputKind
@@ -168,7 +170,7 @@ class VLLMRequestEngine:
             self.rollout.engine.abort_request([request_id])
         return self._close(entry, "abort")
 
-    def _close(self, entry: _OpenRequest, reason: FinishReason) -> TokenOutput:
+    def _close(self, entry: _PlacedRequest, reason: FinishReason) -> TokenOutput:
         """Free the request's row and return its output, after checking that vLLM returned the sampled tokens."""
         name, batch = entry.request.request_id, entry.batch
         tokens, log_probs = self.rollout.call_worker("sampled_tokens", batch.number, entry.row, len(entry.tokens))
