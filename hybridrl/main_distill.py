@@ -4,13 +4,9 @@
 `distillation.teacher_models.teacher_model.model_path`. Runs in the driver.
 """
 
-import signal
-import sys
-from collections.abc import Sequence
+from hybridrl.driver.entry import start  # isort: split
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from collections.abc import Sequence
 
 from hybridrl import main_ppo
 
@@ -23,6 +19,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    start(main)

@@ -3,13 +3,10 @@
 Reads and checks the settings; `hybridrl/evaluation/scoring.py` does the work. Needs no model and no Ray.
 """
 
-import signal
+from hybridrl.driver.entry import start  # isort: split
+
 import sys
 from collections.abc import Sequence
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C during the imports ends the process without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybridrl import evaluation
 from hybridrl.config import EvaluationConfig, check_evaluation_config, load_config
@@ -21,19 +18,17 @@ PROGRAM, PRESET = "python -m hybridrl.main_eval", "evaluation"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code."""
     set_up_logging()
-    codes: list[int] = [0]
 
-    def work() -> None:
+    def work() -> int:
         words = sys.argv[1:] if argv is None else argv
         config = load_config(EvaluationConfig, words, program=PROGRAM, config_name=PRESET)
-        if config is not None:
-            check_evaluation_config(config)
-            codes.append(evaluation.score_file(config))
+        if config is None:
+            return 0
+        check_evaluation_config(config)
+        return evaluation.score_file(config)
 
-    return run_program(work) or codes[-1]
+    return run_program(work)
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    start(main)

@@ -3,13 +3,10 @@
 Reads and checks the settings; `hybridrl/evaluation/generation.py` does the work. Runs in the driver.
 """
 
-import signal
+from hybridrl.driver.entry import start  # isort: split
+
 import sys
 from collections.abc import Sequence
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybridrl import evaluation
 from hybridrl.config import GenerationConfig, check_generation_config, load_config
@@ -35,6 +32,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    start(main)

@@ -3,16 +3,13 @@
 Runs in the submitting process, which needs neither torch nor, for YAML and JSON, the user's modules.
 """
 
+from hybridrl.driver.entry import start  # isort: split
+
 import argparse
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C during the imports ends the process without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybridrl import master
 from hybridrl.driver.program import run_program, set_up_logging
@@ -32,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     set_up_logging()
-    codes: list[int] = []
-    return run_program(lambda: codes.append(submit_file(arguments))) or codes[0]
+    return run_program(lambda: submit_file(arguments))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +83,4 @@ def _import_from(*folders: str) -> None:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    start(main)

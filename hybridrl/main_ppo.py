@@ -4,19 +4,16 @@ Loads and validates the settings, maps roles to worker classes and pools, and tr
 supervisor in its parent, too. The work is done by what this file refers to.
 """
 
+from hybridrl.driver.entry import start  # isort: split
+
 import contextlib
 import functools
 import inspect
 import logging
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hybridrl
 from hybridrl import algos, driver, master, rewards, single_controller
@@ -64,66 +61,52 @@ def main(
         preset: Preset used without `--config-name`.
     """
     set_up_logging()
-    with contextlib.ExitStack() as held:
-        load = functools.partial(load_config, PPOConfig, program=program, config_name=preset)
-        return _run_program(argv, held, load, trainer_cls=trainer_cls, workers=workers, pools=pools)
+    context = RunContext()
+    guarded = functools.partial(run_program, context=context, newest_checkpoint=newest_checkpoint)
+    words = sys.argv[1:] if argv is None else argv
+    with contextlib.ExitStack() as held:  # the lock of the run's directory
+        load = functools.partial(load_config, PPOConfig, words, program=program, config_name=preset)
+        code = guarded(lambda: _prepare(context, held, load, keep_command=argv is None))
+        if code or context.config is None:
+            return code
+        train = functools.partial(guarded, lambda: _train(context, trainer_cls, workers, pools))
+        if argv is not None or not (recovery.is_supervisable(context.config.trainer) and driver.can_supervise()):
+            return train()
+        report_end = functools.partial(
+            recovery.report_final_decision, context.config.trainer, num_nodes=num_nodes(context.config)
+        )
+        if code := guarded(load_driver):
+            return code
+        return driver.supervise(
+            train, context.lifecycle, start_cluster=driver.start_local_cluster, report_end=report_end
+        )
 
 
-def _run_program(
-    argv: Sequence[str] | None,
-    held: contextlib.ExitStack,
-    load: Callable[[Sequence[str]], PPOConfig | None],
-    *,
+def _prepare(
+    context: RunContext, held: contextlib.ExitStack, load: Callable[[], PPOConfig | None], *, keep_command: bool
+) -> None:
+    """Read and check the settings, and prepare the run's directory."""
+    config = load()
+    if config is None:  # the settings were shown
+        return
+    validate_config(config)
+    context.directory = held.enter_context(run_files.prepared_run_directory(config.trainer))
+    run_files.warn_about_disabled_outputs(config)
+    if keep_command:
+        driver.save_command(context.directory)
+    context.config = config
+
+
+def _train(
+    context: RunContext,
     trainer_cls: "type[hybridrl.RayPPOTrainer] | None",
     workers: Callable[[PPOConfig], WorkerClasses] | None,
     pools: Callable[[PPOConfig, WorkerClasses], ResourcePoolManager] | None,
-) -> int:
-    """Do what `main` does; `held` keeps the lock of the run's directory."""
-    directory: list[str] = []
-    configs: list[PPOConfig] = []
-    context = RunContext()
-
-    def prepare() -> None:
-        config = load(sys.argv[1:] if argv is None else argv)
-        if config is not None:
-            validate_config(config)
-            directory.append(held.enter_context(run_files.prepared_run_directory(config.trainer)))
-            run_files.warn_about_disabled_outputs(config)
-            if argv is None:
-                driver.save_command(directory[0])
-            configs.append(config)
-
-    def work() -> None:
-        [config] = configs
-        classes = (workers or worker_classes)(config)
-        run(
-            recovery.with_resume_overrides(config, context.lifecycle),
-            classes,
-            (pools or resource_pools)(config, classes),
-            trainer_cls=trainer_cls,
-            context=context,
-        )
-
-    def guarded(part: Callable[[], None]) -> int:
-        return run_program(
-            part,
-            log_directory=lambda: directory[0] if directory else None,
-            newest_checkpoint=newest_checkpoint,
-            termination=context.termination,
-        )
-
-    code = guarded(prepare)
-    if code or not configs:
-        return code
-    train = functools.partial(guarded, work)
-    if argv is None and recovery.is_supervisable(configs[0].trainer) and driver.can_supervise():
-        report = recovery.report_final_decision
-        report_end = functools.partial(report, configs[0].trainer, num_nodes=num_nodes(configs[0]))
-        start = driver.start_local_cluster
-        if code := guarded(load_driver):
-            return code
-        return driver.supervise(train, context.lifecycle, start_cluster=start, report_end=report_end)
-    return train()
+) -> None:
+    classes = (workers or worker_classes)(context.config)
+    manager = (pools or resource_pools)(context.config, classes)
+    config = recovery.with_resume_overrides(context.config, context.lifecycle)
+    run(config, classes, manager, trainer_cls=trainer_cls, context=context)
 
 
 def load_driver() -> None:
@@ -315,6 +298,4 @@ def resource_pools(config: PPOConfig, workers: WorkerClasses) -> ResourcePoolMan
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    start(main)

@@ -3,13 +3,9 @@
 Says which settings, trainer and workers; `trainer/supervised/program.py` runs them. Runs in the driver.
 """
 
-import signal
-import sys
-from collections.abc import Sequence
+from hybridrl.driver.entry import start  # isort: split
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C during the seconds of the imports ends the process, without a traceback out of torch.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from collections.abc import Sequence
 
 import hybridrl
 from hybridrl import workers
@@ -30,6 +26,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    start(main)

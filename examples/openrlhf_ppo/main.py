@@ -81,5 +81,4 @@ def submit(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, ROOT)
-    codes: list[int] = []
-    sys.exit(run_program(lambda: codes.append(submit(parse_args()))) or codes[0])
+    sys.exit(run_program(lambda: submit(parse_args())))

@@ -55,5 +55,5 @@ def build(args: argparse.Namespace | None = None) -> Job:
 
 if __name__ == "__main__":
     sys.path.insert(0, ROOT)
-    args, codes = parse_args(), []
-    sys.exit(run_program(lambda: codes.append(build(args).submit("workload-sdk", dry_run=args.dry_run))) or codes[0])
+    args = parse_args()
+    sys.exit(run_program(lambda: build(args).submit("workload-sdk", dry_run=args.dry_run)))

@@ -15,5 +15,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     arguments.settings = settings
     set_up_logging()
-    codes: list[int | None] = []  # a command returns its exit code, or None for success
-    return run_program(lambda: codes.append(getattr(cli, arguments.run_command)(arguments))) or codes[0] or 0
+    return run_program(lambda: getattr(cli, arguments.run_command)(arguments))

@@ -10,55 +10,52 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from hybridrl.driver.termination import EXIT_CODE, Terminated, TerminationSignal, acknowledged_interrupts
+from hybridrl.driver.run_context import RunContext
+from hybridrl.driver.termination import EXIT_CODE, Terminated, acknowledged_interrupts
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 
 logger = logging.getLogger(__name__)
 
 
 def run_program(
-    work: Callable[[], None],
+    work: Callable[[], int | None],
     *,
-    log_directory: Callable[[], str | None] | None = None,
+    context: RunContext | None = None,
     newest_checkpoint: Callable[[str], str | None] = lambda directory: None,
-    termination: TerminationSignal | None = None,
 ) -> int:
     """Run `work` and return the exit code.
 
     A training run that receives SIGTERM commits first, and acknowledges Ctrl-C (`driver/termination.py`). An error is
     one readable line that names the fix. The full traceback, a remote worker's included, goes to `error.log` in the
-    log directory. Without a log directory, only errors that are not hybridrl's own show their traceback.
+    run's directory. Without one, only errors that are not hybridrl's own show their traceback.
 
     Args:
-        work: The program.
-        log_directory: Returns the run's directory, None if there is none (yet). Left out by programs that do not train.
-        newest_checkpoint: Returns the newest committed checkpoint in that directory.
-        termination: SIGTERM state of the run; by default one of its own.
+        work: The program; may return an exit code.
+        context: The run's state in this process; None for a program that does not train.
+        newest_checkpoint: Returns the newest committed checkpoint in the run's directory.
 
     Returns:
-        0; 2 for a mistake in the command; 1 for a failure; 130 for Ctrl-C; 143 for SIGTERM.
+        0; 2 for a mistake in the command; 1 for a failure; 130 for Ctrl-C; 143 for SIGTERM; or what `work` returned.
     """
-    termination = termination or TerminationSignal()
-    directory_now = log_directory or (lambda: None)
+    run, trains = context or RunContext(), context is not None
+    termination = run.termination
     try:
-        with termination.handle_sigterm(), acknowledged_interrupts(enabled=log_directory is not None):
-            work()
-        return 0
+        with termination.handle_sigterm(), acknowledged_interrupts(enabled=trains):
+            return work() or 0
     except (ConfigError, DataError, PlacementError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except (KeyboardInterrupt, Terminated) as error:
         how = "terminated" if isinstance(error, Terminated) else "interrupted"
-        about = f"; {_progress(directory_now(), newest_checkpoint)}" if log_directory else ""
+        about = f"; {_progress(run.directory, newest_checkpoint)}" if trains else ""
         sys.stderr.write(f"{how}{about}\n")
         return EXIT_CODE if isinstance(error, Terminated) else 130
     except Exception as error:
-        directory = directory_now()
         if termination.received:  # the workers may have received SIGTERM too, and their loss is then no failure
-            about = f"; {_progress(directory, newest_checkpoint)}" if log_directory else ""
+            about = f"; {_progress(run.directory, newest_checkpoint)}" if trains else ""
             sys.stderr.write(f"terminated{about} ({format_error(error)})\n")
             return EXIT_CODE
-        more = _traceback_or_its_place(error, directory, newest_checkpoint)
+        more = _traceback_or_its_place(error, run.directory, newest_checkpoint)
         sys.stderr.write(f"{format_error(error)}\n" + (f"{more}\n" if more else ""))
         return 1
 

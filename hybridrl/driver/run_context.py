@@ -6,7 +6,7 @@ once, such as its connection to a master, is in `single_controller/monitoring/pr
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hybridrl.driver.lifecycle import DriverLifecycle
 from hybridrl.driver.termination import TerminationSignal
@@ -27,11 +27,15 @@ class RunContext:
         lifecycle: Channel to the supervisor; without one, this driver is attempt 1.
         termination: Whether SIGTERM has arrived.
         trace: The trace that this run records; None without `trainer.trace`.
+        config: The run's settings, once they are read and checked; None if the program only shows them.
+        directory: The run's directory, once it is prepared.
     """
 
     lifecycle: DriverLifecycle = field(default_factory=DriverLifecycle)
     termination: TerminationSignal = field(default_factory=TerminationSignal)
     trace: Trace | None = None
+    config: Any = None
+    directory: str | None = None
 
     @property
     def run_id(self) -> str:

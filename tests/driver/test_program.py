@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.driver.program import run_program, set_up_logging
+from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CheckpointError, PlacementError
 from hybridrl.trainer.checkpoint.store import CheckpointStore, newest_checkpoint
 
@@ -35,8 +36,9 @@ def commit(directory, *steps):
 
 def test_an_interrupted_run_names_its_newest_commit(tmp_path, capsys):
     commit(tmp_path, 2, 10)
-    log_directory = lambda: str(tmp_path)  # noqa: E731
-    assert run_program(interrupt, log_directory=log_directory, newest_checkpoint=newest_checkpoint) == 130
+    assert (
+        run_program(interrupt, context=RunContext(directory=str(tmp_path)), newest_checkpoint=newest_checkpoint) == 130
+    )
     shown = capsys.readouterr().err
     assert shown.startswith(f"interrupted; {tmp_path}/global_step_10 is committed") and shown.count("\n") == 1
 
@@ -44,23 +46,27 @@ def test_an_interrupted_run_names_its_newest_commit(tmp_path, capsys):
 @pytest.mark.parametrize("directory", ["empty", "not_there", None])
 def test_an_interrupted_run_without_a_commit_says_that_the_next_one_starts_from_step_0(tmp_path, capsys, directory):
     (tmp_path / "empty").mkdir()
-    log_directory = lambda: directory and str(tmp_path / directory)  # noqa: E731
-    assert run_program(interrupt, log_directory=log_directory, newest_checkpoint=newest_checkpoint) == 130
+    context = RunContext(directory=directory and str(tmp_path / directory))
+    assert run_program(interrupt, context=context, newest_checkpoint=newest_checkpoint) == 130
     shown = capsys.readouterr().err
     assert shown.startswith("interrupted; nothing was committed, the next run starts from step 0")
     assert ("trainer.save_freq=N" in shown) == (directory is not None)
 
 
+def test_the_exit_code_is_that_of_the_work():
+    assert run_program(lambda: 3) == 3 and run_program(lambda: None) == 0
+
+
 def test_a_half_written_checkpoint_is_none(tmp_path, capsys):
     (tmp_path / "global_step_4.partial").mkdir()
-    run_program(interrupt, log_directory=lambda: str(tmp_path), newest_checkpoint=newest_checkpoint)
+    run_program(interrupt, context=RunContext(directory=str(tmp_path)), newest_checkpoint=newest_checkpoint)
     assert "nothing was committed" in capsys.readouterr().err
 
 
 def test_an_error_of_ours_is_one_line_and_a_bug_shows_where_it_is(capsys):
-    assert run_program(fail, log_directory=lambda: None) == 1
+    assert run_program(fail, context=RunContext()) == 1
     assert capsys.readouterr().err == "error: global_step_4 is damaged; take an earlier one\n"
-    assert run_program(break_down, log_directory=lambda: None) == 1
+    assert run_program(break_down, context=RunContext()) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error: ZeroDivisionError: our own bug\nTraceback") and "in break_down" in shown
 
@@ -69,7 +75,7 @@ def test_a_job_that_no_machine_can_hold_is_a_mistake_in_the_command(tmp_path, ca
     def request_too_much():
         raise PlacementError("no node can hold 99 worker processes")
 
-    assert run_program(request_too_much, log_directory=lambda: str(tmp_path)) == 2
+    assert run_program(request_too_much, context=RunContext(directory=str(tmp_path))) == 2
     assert capsys.readouterr().err == "no node can hold 99 worker processes\n"
 
 
@@ -78,7 +84,7 @@ def test_the_traceback_of_a_run_is_saved_in_its_directory_and_the_next_run_is_an
     tmp_path, capsys, steps, outlook
 ):
     commit(tmp_path, *steps)
-    assert run_program(fail, log_directory=lambda: str(tmp_path), newest_checkpoint=newest_checkpoint) == 1
+    assert run_program(fail, context=RunContext(directory=str(tmp_path)), newest_checkpoint=newest_checkpoint) == 1
     last = capsys.readouterr().err.splitlines()[1]
     assert last.startswith(f"the full traceback is in {tmp_path}/error.log; {outlook.format(tmp_path)}")
     assert "the next run " in last
@@ -87,11 +93,11 @@ def test_the_traceback_of_a_run_is_saved_in_its_directory_and_the_next_run_is_an
 
 def test_an_error_of_ours_stays_short_where_no_traceback_can_be_saved(tmp_path, capsys):
     (tmp_path / "error.log").mkdir()  # so that nothing can be written there, like on a full disk
-    assert run_program(fail, log_directory=lambda: str(tmp_path)) == 1
+    assert run_program(fail, context=RunContext(directory=str(tmp_path))) == 1
     error, last = capsys.readouterr().err.splitlines()
     assert error.startswith("error: global_step_4 is damaged")
     assert last.startswith(f"{tmp_path}/error.log cannot be written (Is a directory); nothing was committed")
-    assert run_program(break_down, log_directory=lambda: str(tmp_path)) == 1
+    assert run_program(break_down, context=RunContext(directory=str(tmp_path))) == 1
     assert "in break_down" in capsys.readouterr().err
 
 

@@ -96,6 +96,7 @@ def test_in_another_thread_the_blocks_change_nothing():
 PROGRAM = """
 import atexit, os, sys, time
 from hybridrl.driver.program import run_program
+from hybridrl.driver.run_context import RunContext
 def stop_slowly():
     print("stopping", flush=True)
     sys.stdin.readline()  # takes as long as the test wants
@@ -107,7 +108,7 @@ def work():
     finally:
         stop_slowly()
 atexit.register(stop_slowly)  # as Ray registers its own shutdown
-code = run_program(work, log_directory=lambda: None)
+code = run_program(work, context=RunContext())
 print("ended", flush=True)
 sys.exit(code)
 """

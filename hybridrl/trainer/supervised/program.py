@@ -44,7 +44,6 @@ def run_supervised(
         classes: Returns the driver's trainer and the class of its workers. Called when the settings are known.
     """
     set_up_logging()
-    directory: list[str] = []
     context = RunContext()
 
     def work() -> None:
@@ -52,17 +51,11 @@ def run_supervised(
         if config is not None:
             load_plugins(config)
             check(config)
-            with run_files.prepared_run_directory(config.trainer) as prepared:
-                directory.append(prepared)
+            with run_files.prepared_run_directory(config.trainer) as context.directory:
                 run_files.warn_about_disabled_outputs(config)
                 _train(config, context, *classes())
 
-    return run_program(
-        work,
-        log_directory=lambda: directory[0] if directory else None,
-        newest_checkpoint=newest_checkpoint,
-        termination=context.termination,
-    )
+    return run_program(work, context=context, newest_checkpoint=newest_checkpoint)
 
 
 def _train(
