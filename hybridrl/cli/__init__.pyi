@@ -1,7 +1,6 @@
-from .command import main as main
+from .__main__ import main as main
 from .data.inspection import inspect_file as inspect_file
 from .data.tasks import list_tasks as list_tasks
-from .doctor import examine as examine
 from .graph import job_graph as job_graph
 from .graph import show_graph as show_graph
 from .jobs import print_states as print_states
@@ -15,8 +14,9 @@ from .models.export import export_checkpoint as export_checkpoint
 from .models.serve import serve as serve
 from .plan import plan as plan
 from .project.create import create_project as create_project
+from .runs import examine as examine
+from .runs import view_runs as view_runs
+from .runs import write_trace as write_trace
 from .simulate import simulate as simulate
-from .trace import write_trace as write_trace
 from .train import train as train
 from .verl.command import import_verl as import_verl
-from .view import view_runs as view_runs

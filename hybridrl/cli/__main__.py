@@ -1,7 +1,23 @@
 """`python -m hybridrl.cli`: the `hybridrl` command."""
 
 import sys
+from collections.abc import Sequence
 
-from hybridrl.cli.command import main
+from hybridrl import cli
+from hybridrl.cli.arguments import command_parser
+from hybridrl.driver.program import run_program, set_up_logging
 
-sys.exit(main())
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments (the command line's by default) and return its exit code."""
+    parser = command_parser()
+    arguments, settings = parser.parse_known_args(argv)
+    if settings and arguments.run_command not in ("evaluate", "plan", "show_graph", "simulate", "train"):
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
+    arguments.settings = settings
+    set_up_logging()
+    return run_program(lambda: getattr(cli, arguments.run_command)(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
