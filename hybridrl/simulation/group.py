@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hybridrl.simulation.clock import TimedRef, VirtualClock
-from hybridrl.simulation.worker import COLLECTIVE, TimedAnswer, TimedWorker, Workload
+from hybridrl.simulation.worker import COLLECTIVE, SimulatedWork, TimedAnswer, TimedWorker
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.node_slots import ResourcePool
@@ -28,7 +28,7 @@ class TimedWorkerGroup(LocalWorkerGroup[TimedWorker]):
     """
 
     clock: VirtualClock
-    workload: Workload
+    workload: SimulatedWork
 
     def __init__(
         self, resource_pool: ResourcePool | None, ray_cls_with_init: ClassWithInitArgs[Any], *, role: str = "worker"
@@ -100,6 +100,6 @@ class TimedWorkerGroup(LocalWorkerGroup[TimedWorker]):
         self.members = []
 
 
-def timed_groups(clock: VirtualClock, workload: Workload) -> type[TimedWorkerGroup]:
+def timed_groups(clock: VirtualClock, workload: SimulatedWork) -> type[TimedWorkerGroup]:
     """Return the group class of one run."""
     return type("TimedWorkerGroup", (TimedWorkerGroup,), {"clock": clock, "workload": workload})

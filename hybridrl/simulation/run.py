@@ -26,7 +26,7 @@ from hybridrl.simulation.costs import Costs
 from hybridrl.simulation.generator import TimedGenerator
 from hybridrl.simulation.group import TimedWorkerGroup, timed_groups
 from hybridrl.simulation.lengths import Lengths
-from hybridrl.simulation.worker import TimedWorker, Workload
+from hybridrl.simulation.worker import SimulatedWork, TimedWorker
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.run.middleware import BatchContext
 
@@ -139,7 +139,7 @@ def simulate(simulation: Simulation) -> SimulationResult:
         ConfigError: A setting is wrong, or there is no stand-in for it.
     """
     clock = VirtualClock()
-    workload = Workload(simulation.costs, simulation.lengths, simulation.unit)
+    workload = SimulatedWork(simulation.costs, simulation.lengths, simulation.unit)
     with tempfile.TemporaryDirectory() as directory:
         config = simulation.config(directory)
         workers: main_ppo.WorkerClasses = dict.fromkeys(main_ppo.worker_classes(config), TimedWorker)

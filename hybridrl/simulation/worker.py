@@ -32,7 +32,7 @@ PAD = 0
 
 
 @dataclass(frozen=True)
-class Workload:
+class SimulatedWork:
     """What the stand-ins of a run have in common.
 
     Attributes:
@@ -64,7 +64,7 @@ class TimedWorker(ActorRolloutRefWorker):
         workload: What the work costs.
     """
 
-    def __init__(self, config: PPOConfig, role: str, *, rank: int, world_size: int, workload: Workload):
+    def __init__(self, config: PPOConfig, role: str, *, rank: int, world_size: int, workload: SimulatedWork):
         super().__init__(config, role)
         self._place, self.workload = (rank, world_size), workload
         self.version: int | None = None

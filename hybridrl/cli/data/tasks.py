@@ -13,7 +13,7 @@ USUAL_SPLIT = "test"
 
 
 @dataclass(frozen=True)
-class Task:
+class KnownTask:
     """A task with a script of `data_preprocess`, which writes train.parquet and test.parquet.
 
     Attributes:
@@ -28,9 +28,11 @@ class Task:
 
 
 TASKS = {
-    "gsm8k": Task("data_preprocess.gsm8k", "grade-school word problems, answer a number", "hub: openai/gsm8k"),
-    "math": Task("data_preprocess.math_dataset", "competition mathematics, answer in \\boxed{}", "hub: MATH-lighteval"),
-    "arithmetic": Task("data_preprocess.arithmetic", "the quick start's word problems", "generated here"),
+    "gsm8k": KnownTask("data_preprocess.gsm8k", "grade-school word problems, answer a number", "hub: openai/gsm8k"),
+    "math": KnownTask(
+        "data_preprocess.math_dataset", "competition mathematics, answer in \\boxed{}", "hub: MATH-lighteval"
+    ),
+    "arithmetic": KnownTask("data_preprocess.arithmetic", "the quick start's word problems", "generated here"),
 }
 OTHERS = {  # scripts whose data have no task: they need a reward model, or are for preferences
     "data_preprocess.full_hh_rlhf": "conversations with a preferred and a rejected response (main_dpo, main_rm)",

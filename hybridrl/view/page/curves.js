@@ -1,6 +1,6 @@
 // The curves: one chart per metric, grouped by prefix. Charts load their data when they come into sight.
 
-import { ask, el, field, short, shownRuns, state } from "./app.js";
+import { ask, el, field, short, shownRuns, state } from "./core.js";
 
 const FIRST = "first look"; // the group of metrics that docs/monitoring.md names first
 const FIRST_METRICS = [/^critic\/score\/mean$/, /^val-core\//, /^train\/loss$/, /^val\/loss$/, /^response_length\/mean$/, /^actor\/entropy$/, /^actor\/grad_norm$/,

@@ -1,6 +1,6 @@
 // Settings, failures and roles, graph and ledger: tables.
 
-import { ask, el, field, shownRuns, state, table } from "./app.js";
+import { ask, el, field, shownRuns, state, table } from "./core.js";
 
 const MAX_EVENTS = 300; // shown at once
 

@@ -1,6 +1,6 @@
 // The samples: a page of them at a time, searched on disk by the server.
 
-import { ask, choice, el, field, report, runChoice, short, shownRuns } from "./app.js";
+import { ask, choice, el, field, report, runChoice, short, shownRuns } from "./core.js";
 
 const PAGE = 20;
 const SAME = 1e-9; // smaller differences are none

@@ -1,6 +1,6 @@
 // The timeline: a row per thread of the driver and per rank, with what each did, and the idle share of each rank.
 
-import { ask, choice, el, field, runChoice, short, shownRuns, table } from "./app.js";
+import { ask, choice, el, field, runChoice, short, shownRuns, table } from "./core.js";
 
 const ROW = 22;
 const LEFT = 150; // for the names of rows
