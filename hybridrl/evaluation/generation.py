@@ -16,7 +16,7 @@ from hybridrl import driver
 from hybridrl.config.schema.data import DataConfig
 from hybridrl.config.schema.generation import GenerationConfig
 from hybridrl.config.schema.workers import RolloutConfig
-from hybridrl.evaluation.parts import OutputParts
+from hybridrl.evaluation.output_files import OutputParts
 from hybridrl.serving.openai.standalone import one_replica, replicas_on_ray
 from hybridrl.serving.replicas import Replicas
 from hybridrl.serving.router import ReplicaRouter

@@ -17,7 +17,7 @@ from hybridrl.config.schema.generation import EvaluationConfig, ScoringConfig
 from hybridrl.config.schema.ppo import CustomRewardConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.evaluation.estimates import estimates, grouped, table
-from hybridrl.evaluation.parts import prepare_folder
+from hybridrl.evaluation.output_files import prepare_folder
 from hybridrl.rewards.function_address import SAMPLE_ARGUMENTS, FunctionAddress
 from hybridrl.rewards.load import describe_failure
 from hybridrl.rewards.process_pool import ScoreProcessPool

@@ -44,9 +44,8 @@ from hybridrl.trainer.checkpoint.store import (
 from hybridrl.trainer.data.prompt_loader import NoPrompts, PromptLoader
 from hybridrl.trainer.recovery.policies import RankPolicy, ResumeState, RetryPolicy
 from hybridrl.trainer.roles import ResourcePoolManager
-from hybridrl.trainer.run.column_check import Column, column_checks
 from hybridrl.trainer.run.metrics import mean_metrics
-from hybridrl.trainer.run.middleware import Middleware, apply_middleware
+from hybridrl.trainer.run.middleware import Column, Middleware, apply_middleware
 from hybridrl.trainer.run.setup import (
     disable_tracing,
     enable_tracing,
@@ -282,7 +281,8 @@ class Trainer:
                 change=functools.partial(apply_middleware, trainer=self),
                 device_slots=self.device_slots(),
                 queued=self.config.trainer.colocate == "process",
-                wrappers=[self.ledger, *column_checks(self.columns)],
+                wrappers=[self.ledger],
+                columns=self.columns,
             )
             self.end()
         if self.global_steps < self.total_training_steps:

@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl import main_eval, main_generation
 from hybridrl.errors import ConfigError
-from hybridrl.evaluation.parts import OutputParts
+from hybridrl.evaluation.output_files import OutputParts
 from tests.support.end_to_end.runs import write_prompts, write_reward
 
 

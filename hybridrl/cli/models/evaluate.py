@@ -21,7 +21,7 @@ from hybridrl.config.schema.generation import ScoringConfig
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.endpoint import EndpointResponse, find_model, respond_all
 from hybridrl.evaluation.estimates import grouped, table
-from hybridrl.evaluation.parts import prepare_folder
+from hybridrl.evaluation.output_files import prepare_folder
 from hybridrl.evaluation.scoring import report, sample_of, score_calls, write_lines
 from hybridrl.rewards.sample_score import SampleScore
 from hybridrl.trainer.data.parquet import ParquetRows

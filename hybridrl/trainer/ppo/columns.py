@@ -11,7 +11,7 @@ prompt up to `gen` and P + R from there on; K rewards of a response, or tokens o
 from collections.abc import Mapping
 
 from hybridrl.data_plane.meta_info import UpdatePlan
-from hybridrl.trainer.run.column_check import Column
+from hybridrl.trainer.run.middleware import Column
 
 INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "position_ids"
 SEEDS, UID, DATASET_ROW, EPISODE = "seeds", "uid", "dataset_row", UpdatePlan.EPISODE

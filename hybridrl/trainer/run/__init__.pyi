@@ -1,3 +1,4 @@
+from .column_check import check_columns as check_columns
 from .middleware import preview_stages as preview_stages
 from .page import served_page as served_page
 from .report import report_run as report_run

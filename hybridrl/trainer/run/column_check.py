@@ -6,43 +6,19 @@ trainer's table. Not checked: values, changes in place, object arrays, and stage
 """
 
 import functools
-import os
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
 
 import torch
 
-from hybridrl.framework.stage import StageFn, StageSpec, Wrapper, spec_of
+from hybridrl.framework.stage import StageFn, StageSpec, spec_of
+from hybridrl.trainer.run.middleware import Column
 
-CHECK_VARIABLE = "HYBRIDRL_CHECK_STAGES"
 HINT = "correct the stage, or its reads and writes in the trainer's list of stages"
 
 
-@dataclass(frozen=True)
-class Column:
-    """A row of a trainer's table of columns.
-
-    Attributes:
-        dtype: Name of the torch dtype, or `object` for an array of Python objects.
-        shape: Letters of its sizes, for instance `B R`. Equal letters are equal sizes.
-        written_by: Names of the stages that write it.
-        meaning: One phrase.
-    """
-
-    dtype: str
-    shape: str
-    written_by: tuple[str, ...]
-    meaning: str
-
-
 Tensors = Mapping[str, torch.Tensor]
-
-
-def column_checks(table: Mapping[str, Column]) -> list[Wrapper]:
-    """Return the wrappers that check every stage: one if HYBRIDRL_CHECK_STAGES=1, else none."""
-    return [functools.partial(check_columns, table=table)] if os.environ.get(CHECK_VARIABLE) == "1" else []
 
 
 def check_columns(fn: StageFn, *, table: Mapping[str, Column]) -> StageFn:

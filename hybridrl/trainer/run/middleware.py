@@ -3,7 +3,8 @@
     def use(task, trainer):
         task.insert_after("adv", clip_advantages)       # or insert_before, replace, use_wrapper, on_exit
 
-`BatchContext` is the loop's context. Used by the trainers and by `hybridrl job graph`, in the driver.
+`BatchContext` is the loop's context, and `Column` a row of a trainer's table of its batch's columns. Used by the
+trainers and by `hybridrl job graph`, in the driver.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -73,6 +74,23 @@ class TrainerStub:
 
 def _nothing(ctx: Any) -> None:
     pass
+
+
+@dataclass(frozen=True)
+class Column:
+    """A row of a trainer's table of columns.
+
+    Attributes:
+        dtype: Name of the torch dtype, or `object` for an array of Python objects.
+        shape: Letters of its sizes, for instance `B R`. Equal letters are equal sizes.
+        written_by: Names of the stages that write it.
+        meaning: One phrase.
+    """
+
+    dtype: str
+    shape: str
+    written_by: tuple[str, ...]
+    meaning: str
 
 
 @dataclass(repr=False, eq=False)

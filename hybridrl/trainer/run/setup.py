@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hybridrl import framework
 from hybridrl.config import PPOConfig, SupervisedConfig, to_dict
@@ -30,10 +30,11 @@ from hybridrl.system.directory_lock import lock_directory
 from hybridrl.system.secrets import without_secrets
 from hybridrl.trainer import run
 from hybridrl.trainer.checkpoint.store import CheckpointStore, find_resume_checkpoint
-from hybridrl.trainer.run.middleware import BatchContext
+from hybridrl.trainer.run.middleware import BatchContext, Column
 from hybridrl.trainer.run.tracking import Tracking
 
 logger = logging.getLogger(__name__)
+CHECK_VARIABLE = "HYBRIDRL_CHECK_STAGES"  # environment variable: 1 checks what stages do to the batch
 WRITE_TEST_BYTES = 4096  # an empty file can be made on a full disk
 
 
@@ -177,6 +178,7 @@ def run_stages(
     device_slots: DeviceSlots | None = None,
     queued: bool = False,
     wrappers: Sequence[Wrapper] = (),
+    columns: Mapping[str, Column] = {},
 ) -> None:
     """Run the stages in order, `max_step` times, and time each of them.
 
@@ -188,7 +190,10 @@ def run_stages(
         device_slots: Role -> device slots; submitted work then runs beside other stages, see `framework/overlap.py`.
         queued: Whether roles that share a slot share its process.
         wrappers: Applied to every stage of the run.
+        columns: Table of the batch's columns, for the checks of `run/column_check.py`.
     """
+    if os.environ.get(CHECK_VARIABLE) == "1":
+        wrappers = [*wrappers, functools.partial(run.check_columns, table=columns)]
     with Task(ctx=BatchContext(first_step=first_step)) as task:
         task.use_wrapper(StepTimer(print_per_step=0))
         if is_recording():

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from hybridrl.framework import OnlineRLContext, stage
+from hybridrl.framework import OnlineRLContext, Task, stage
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.run.column_check import CHECK_VARIABLE, Column, check_columns, column_checks
+from hybridrl.trainer.run.column_check import check_columns
+from hybridrl.trainer.run.middleware import Column
+from hybridrl.trainer.run.setup import CHECK_VARIABLE, run_stages
 
 TABLE = {
     "responses": Column("int64", "B R", ("gen",), "tokens"),
@@ -80,7 +82,29 @@ def test_a_stage_without_a_batch_is_not_checked():
     fn(OnlineRLContext(batch=None))
 
 
+@pytest.mark.parametrize("yields", [True, False])
+def test_what_submitted_work_writes_is_checked_when_it_has_ended(yields):
+    def score(ctx):
+        yield
+        if yields:
+            ctx.batch.batch["scores"] = torch.zeros(2, 3)
+
+    checked = check_columns(stage("reward", writes=("scores",), submits=True)(score), table=TABLE)
+    with Task(ctx=context()) as task:
+        task.use(checked)
+        if yields:
+            return task.run(max_step=1, overlap={})
+        with pytest.raises(TypeError, match=r"declares to write the columns \['scores'\]"):
+            task.run(max_step=1, overlap={})
+
+
 def test_the_check_is_on_in_tests_and_off_without_the_variable(monkeypatch):
-    assert len(column_checks(TABLE)) == 1
+    def generate(ctx):
+        ctx.batch = context().batch
+        ctx.batch.batch["scores"] = torch.zeros(2, 3)
+
+    stages = [stage("reward", writes=("responses",))(generate)]
+    with pytest.raises(TypeError, match="wrote the columns"):
+        run_stages(stages, max_step=1, columns=TABLE)
     monkeypatch.delenv(CHECK_VARIABLE)
-    assert column_checks(TABLE) == []
+    run_stages(stages, max_step=1, columns=TABLE)
