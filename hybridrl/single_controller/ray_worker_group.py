@@ -31,7 +31,7 @@ from hybridrl.single_controller.cluster import get_value
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.process import lost_reason
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-from hybridrl.single_controller.processes.host_start import find_host
+from hybridrl.single_controller.processes.host_start import ProcessRecipe, find_host
 from hybridrl.single_controller.processes.liveness import LivenessChecker
 from hybridrl.single_controller.processes.reattach import reattach_processes
 from hybridrl.single_controller.processes.worker_host import CallHeader
@@ -88,17 +88,18 @@ class RayWorkerGroup(WorkerGroup[W]):
                 f"detached=True, but pool {resource_pool.name_prefix!r} ends with this driver; create it with "
                 "detached=True"
             )
-        self.recipes = ray_cls_with_init.recipes(role)
         _check_environment(worker_env or {})
-        options: dict[str, Any] = {
-            "label": role,
-            "name_prefix": name_prefix or f"job-{uuid.uuid4().hex[:6]}",
-            "share": share or 1 / resource_pool.max_colocate_count,
-            "options": ray_cls_with_init.actor_options | ({"lifetime": "detached"} if detached else {}),
-            "environment": worker_env or {},
-        }
-        processes = reattach_processes(resource_pool, self.recipes, **options) if reattach else None
-        processes = processes or WorkerProcesses.start(resource_pool, self.recipes, timeout_s=timeout_s, **options)
+        recipe = ProcessRecipe.on(
+            resource_pool,
+            ray_cls_with_init.recipes(role),
+            run=name_prefix or f"job-{uuid.uuid4().hex[:6]}",
+            label=role,
+            share=share or 1 / resource_pool.max_colocate_count,
+            options=ray_cls_with_init.actor_options | ({"lifetime": "detached"} if detached else {}),
+            environment=worker_env or {},
+        )
+        processes = reattach_processes(resource_pool, recipe) if reattach else None
+        processes = processes or WorkerProcesses.start(resource_pool, recipe, timeout_s=timeout_s)
         self._use_processes(processes, ray_cls_with_init.cls, role=role)
 
     def _use_processes(self, processes: WorkerProcesses, worker_cls: type[W], *, role: str) -> None:

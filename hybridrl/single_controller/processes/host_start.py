@@ -4,7 +4,8 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.cluster import NAMESPACE, find_actor, master_name
@@ -13,6 +14,54 @@ from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIAB
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
 from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
+
+
+@dataclass
+class ProcessRecipe:
+    """How the processes of a group are started, and how often each was.
+
+    Attributes:
+        run: prefix of their names.
+        label: their roles, joined by "+".
+        workers: role -> recipe of its worker.
+        share: fraction of its slot that a process takes.
+        options: of the Ray actors.
+        environment: set in the processes before any import.
+        incarnations: rank -> number of its process; 1 where absent.
+    """
+
+    run: str
+    label: str
+    workers: dict[str, ClassWithInitArgs[Any]]
+    share: float
+    options: dict[str, Any]
+    environment: dict[str, str]
+    incarnations: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def on(
+        cls,
+        pool: RayResourcePool,
+        workers: Mapping[str, ClassWithInitArgs[Any]],
+        *,
+        run: str,
+        label: str,
+        share: float,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+    ) -> Self:
+        """Return the recipe of processes on a pool, with the options and variables that all processes have."""
+        options = actor_options(pool, workers, share=share, options=options, environment=environment)
+        return cls(run, label, dict(workers), share, options, worker_environment(run, environment))
+
+    @property
+    def group_name(self) -> str:
+        return f"{self.run}/{self.label}"
+
+    def name(self, rank: int) -> str:
+        """Return the name of a rank's process; a replacement has the number of its incarnation after a dot."""
+        incarnation = self.incarnations.get(rank, 1)
+        return f"{self.group_name}-{rank}" + (f".{incarnation}" if incarnation > 1 else "")
 
 
 def worker_environment(run: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -41,7 +90,7 @@ def actor_options(
     options: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the options of a group's Ray actors; arguments as for `WorkerProcesses.start`."""
+    """Return the options of a group's Ray actors; arguments as for `ProcessRecipe`."""
     chosen: dict[str, Any] = {"num_cpus": share, "num_gpus": share if pool.use_gpu else 0, "max_restarts": 0}
     threads = max(
         (call.concurrency for recipe in recipes.values() for call in invocations_of(recipe.cls).values()), default=1

@@ -6,17 +6,15 @@ The new driver finds them by actor name and gives them the new fencing token. Ca
 import logging
 import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.cluster import actor_names, find_actor, get_value, master_name, slot_from_name
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-from hybridrl.single_controller.processes.host_start import actor_options, find_host, worker_environment
+from hybridrl.single_controller.processes.host_start import ProcessRecipe, find_host
 from hybridrl.single_controller.processes.termination import kill_named
-from hybridrl.single_controller.processes.worker_processes import RestartRecipe, WorkerProcesses
-from hybridrl.single_controller.worker_group import ClassWithInitArgs
+from hybridrl.single_controller.processes.worker_processes import WorkerProcesses
 
 logger = logging.getLogger(__name__)
 REPLY_TIMEOUT_S = 120.0  # includes the call that a process is still executing; after this it is replaced
@@ -25,17 +23,8 @@ MASTER_TIMEOUT_S = 10.0  # it answers in milliseconds; a frozen one is restarted
 KILL_TIMEOUT_S = 20.0
 
 
-def reattach_processes(
-    pool: RayResourcePool,
-    recipes: Mapping[str, ClassWithInitArgs[Any]],
-    *,
-    label: str,
-    name_prefix: str,
-    share: float,
-    options: Mapping[str, Any],
-    environment: Mapping[str, str],
-) -> WorkerProcesses | None:
-    """Return the processes that a previous driver started with these arguments of `WorkerProcesses.start`.
+def reattach_processes(pool: RayResourcePool, recipe: ProcessRecipe) -> WorkerProcesses | None:
+    """Return the processes that a previous driver started on this pool with this recipe.
 
     From then on the processes refuse queued calls of that driver.
 
@@ -43,31 +32,26 @@ def reattach_processes(
         None if a process is missing, was not marked ready, or does not answer, for instance because it waits in a
         collective for a missing one. The remaining processes of the group are then killed.
     """
-    found = find_worker_names(name_prefix, label)
+    found = find_worker_names(recipe.run, recipe.label)
     try:
         if sorted(found) != list(range(pool.world_size)):
             raise PlacementError(f"{len(found)} of {pool.world_size} processes still run")
         names = [found[rank] for rank in range(pool.world_size)]
         hosts = [find_host(name) for name in names]
-        _wait_idle(hosts, names, run=name_prefix)
+        _wait_idle(hosts, names, run=recipe.run)
         processes = WorkerProcesses.attach(hosts, names, timeout_s=REPLY_TIMEOUT_S)
-        if unready := recipes.keys() - processes.ready:
+        if unready := recipe.workers.keys() - processes.ready:
             raise PlacementError(f"{', '.join(sorted(unready))} was not ready when its driver was lost")
         processes.fencing_token += 1
         accepted = [host.accept_driver.remote(processes.fencing_token) for host in hosts]
-        wait_all(accepted, role=label, method="accept_driver", timeout_s=REPLY_TIMEOUT_S)
+        wait_all(accepted, role=recipe.label, method="accept_driver", timeout_s=REPLY_TIMEOUT_S)
     except (WorkerLost, CallTimeout, PlacementError) as error:
-        logger.info("cannot reattach to %s (%s); starting new processes", label, error)
+        logger.info("cannot reattach to %s (%s); starting new processes", recipe.label, error)
         kill_named(found.values(), timeout_s=KILL_TIMEOUT_S)
         return None
-    processes.pool = pool
-    processes.restart_recipe = RestartRecipe(
-        dict(recipes),
-        actor_options(pool, recipes, share=share, options=options, environment=environment),
-        worker_environment(name_prefix, environment),
-        {rank: _incarnation(name) for rank, name in enumerate(names)},
-    )
-    pool.acquire_share(f"{name_prefix}/{label}", share)
+    recipe.incarnations = {rank: _incarnation(name) for rank, name in enumerate(names)}
+    processes.pool, processes.recipe = pool, recipe
+    pool.acquire_share(recipe.group_name, recipe.share)
     return processes
 
 

@@ -16,13 +16,7 @@ from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.invocation import CONTROL
 from hybridrl.single_controller.monitoring.process import PROCESS, PartTimes
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-from hybridrl.single_controller.processes.host_start import (
-    actor_options,
-    node_devices,
-    nodes_of,
-    start_host,
-    worker_environment,
-)
+from hybridrl.single_controller.processes.host_start import ProcessRecipe, node_devices, nodes_of, start_host
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -46,7 +40,7 @@ class WorkerProcesses:
         hosts, names, process_ids, nodes: by rank; nodes are Ray's ids.
         classes: role -> worker class.
         rendezvous_address: host and port at which rank 0 listens.
-        restart_recipe: None if another driver started the processes.
+        pool, recipe: None if another driver started the processes.
         fencing_token: of this driver.
         is_new: False after attaching.
         ready: roles that were marked ready when this driver attached.
@@ -62,7 +56,7 @@ class WorkerProcesses:
     process_ids: list[int] = field(default_factory=list)
     rendezvous_address: tuple[str, int] = ("", 0)
     pool: RayResourcePool | None = None
-    restart_recipe: "RestartRecipe | None" = None
+    recipe: ProcessRecipe | None = None
     nodes: list[str] = field(default_factory=list)
     fencing_token: int = 1
     is_new: bool = True
@@ -80,56 +74,38 @@ class WorkerProcesses:
         PROCESS.register_actors(self.addresses, names if CONTROL in self.concurrency_groups else {})
 
     @classmethod
-    def start(
-        cls,
-        pool: RayResourcePool,
-        recipes: Mapping[str, ClassWithInitArgs[Any]],
-        *,
-        label: str,
-        name_prefix: str,
-        share: float,
-        options: Mapping[str, Any],
-        environment: Mapping[str, str],
-        timeout_s: float = START_TIMEOUT_S,
-    ) -> Self:
-        """Start one process per slot and construct its workers; on an error, kill all processes before raising it.
-
-        Args:
-            share: fraction of its slot that a process takes.
-            options: further options of the Ray actors.
-            environment: set in the processes before any import.
-        """
-        names = [f"{name_prefix}/{label}-{rank}" for rank in range(pool.world_size)]
-        options = actor_options(pool, recipes, share=share, options=options, environment=environment)
-        pool.acquire_share(f"{name_prefix}/{label}", share)
+    def start(cls, pool: RayResourcePool, recipe: ProcessRecipe, *, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Start one process per slot and construct its workers; on an error, kill all processes before raising it."""
+        names = [recipe.name(rank) for rank in range(pool.world_size)]
+        pool.acquire_share(recipe.group_name, recipe.share)
         hosts: list[Any] = []
         try:
             for name, slot in zip(names, pool.slots(), strict=True):
-                hosts.append(start_host(name, slot, options))
+                hosts.append(start_host(name, slot, recipe.options))
             started = cls(
-                label,
+                recipe.label,
                 hosts,
                 names,
-                {role: recipe.cls for role, recipe in recipes.items()},
+                {role: worker.cls for role, worker in recipe.workers.items()},
                 pool=pool,
+                recipe=recipe,
                 nodes=nodes_of(pool),
-                concurrency_groups=frozenset(options.get("concurrency_groups", ())),
-                restart_recipe=RestartRecipe(dict(recipes), options, worker_environment(name_prefix, environment)),
+                concurrency_groups=frozenset(recipe.options.get("concurrency_groups", ())),
             )
             started._set_up(range(len(hosts)), started.times, timeout_s=timeout_s)
             return started
         except BaseException:
             kill_actors(hosts)
-            pool.release_share(f"{name_prefix}/{label}")
+            pool.release_share(recipe.group_name)
             raise
 
     def _set_up(self, ranks: Sequence[int], times: PartTimes, *, timeout_s: float) -> None:
         """Give new processes their ranks, and construct their workers."""
         recipe, pool = self._require_startable(ranks[0])
-        num_peers = process_group_size(recipe.recipes, num_ranks=len(self.hosts), label=self.label)
+        num_peers = process_group_size(recipe.workers, num_ranks=len(self.hosts), label=self.label)
         with times.part("start"):
             addresses = self._open_rendezvous(pool, ranks, num_peers, timeout_s=timeout_s)
-        recipes = cloudpickle.dumps(recipe.recipes)
+        recipes = cloudpickle.dumps(recipe.workers)
         local = list(zip(pool.local_rank_list, pool.local_world_size_list, strict=True))
         devices = self._node_devices(pool, timeout_s=timeout_s)
         calls = []
@@ -197,7 +173,7 @@ class WorkerProcesses:
 
     def _restart(self, ranks: Sequence[int], times: PartTimes, *, timeout_s: float) -> None:
         recipe, pool = self._require_startable(ranks[0])
-        num_peers = process_group_size(recipe.recipes, num_ranks=len(self.hosts), label=self.label)
+        num_peers = process_group_size(recipe.workers, num_ranks=len(self.hosts), label=self.label)
         check_whole_groups(ranks, num_peers, label=self.label)
         with times.part("kill"):
             kill_actors([self.hosts[rank] for rank in ranks])
@@ -213,20 +189,19 @@ class WorkerProcesses:
         names = dict.fromkeys(name for times in found for name in times)
         self.times.split("model", {name: max(times.get(name, 0.0) for times in found) for name in names})
 
-    def _require_startable(self, rank: int) -> "tuple[RestartRecipe, RayResourcePool]":
-        if self.restart_recipe is None or self.pool is None:
+    def _require_startable(self, rank: int) -> tuple[ProcessRecipe, RayResourcePool]:
+        if self.recipe is None or self.pool is None:
             raise PlacementError(f"{self.names[rank]} was started by another driver; only that driver can restart it")
-        return self.restart_recipe, self.pool
+        return self.recipe, self.pool
 
-    def _start_replacements(self, ranks: Iterable[int], recipe: "RestartRecipe", pool: RayResourcePool) -> None:
+    def _start_replacements(self, ranks: Iterable[int], recipe: ProcessRecipe, pool: RayResourcePool) -> None:
         slots = pool.slots()
         self.nodes = nodes_of(pool)
         for rank in ranks:
             self._forget([self.replaced.get(rank, "")])
             self.replaced[rank] = self.hosts[rank]._actor_id.hex()
-            incarnation = recipe.incarnations[rank] = recipe.incarnations.get(rank, 1) + 1
-            run = self.names[rank].split(f"/{self.label}-")[0]
-            self.names[rank] = f"{run}/{self.label}-{rank}.{incarnation}"
+            recipe.incarnations[rank] = recipe.incarnations.get(rank, 1) + 1
+            self.names[rank] = recipe.name(rank)
             self.hosts[rank] = start_host(self.names[rank], slots[rank], recipe.options)
             if self.fencing_token > 1:
                 self.hosts[rank].accept_driver.remote(self.fencing_token)  # runs before any later call
@@ -278,16 +253,6 @@ class WorkerProcesses:
         self.process_ids = []
         if self.pool is not None:
             self.pool.release_share(self.names[0].rpartition("-")[0])
-
-
-@dataclass
-class RestartRecipe:
-    """How to start the processes again, and how often each rank was started."""
-
-    recipes: dict[str, ClassWithInitArgs[Any]]
-    options: dict[str, Any]
-    environment: dict[str, str]
-    incarnations: dict[int, int] = field(default_factory=dict)
 
 
 def process_group_size(recipes: Mapping[str, ClassWithInitArgs[Any]], *, num_ranks: int, label: str) -> int:
