@@ -11,7 +11,7 @@ graph includes stages that the user adds.
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from hybridrl.errors import ConfigError
 from hybridrl.framework.graph.drawing import Box, Line, to_svg
@@ -230,20 +230,15 @@ READS_WIDTH, WRITES_WIDTH = 52, 34
 
 def to_text(graph: StageGraph) -> str:
     """Return the graph as a table for a terminal: the stages in order, then the pools."""
-    rows = [_cells(graph, spec) for spec in graph.stages]
-    widths = [
-        max(len(line) for cells in ([[title]], *[[row[i]] for row in rows]) for cell in cells for line in cell)
-        for i, title in enumerate(HEADER)
-    ]
-    lines = [_line(HEADER, widths), _line(["-" * width for width in widths], widths)]
-    for cells in rows:
-        height = max(map(len, cells))
-        lines += [_line([cell[i] if i < len(cell) else "" for cell in cells], widths) for i in range(height)]
-    return "\n".join([*lines, "", *_pool_lines(graph), *_unwritten_columns(graph)]) + "\n"
+    rows = [cells for spec in graph.stages for cells in zip_longest(*_cells(graph, spec), fillvalue="")]
+    return "\n".join([*table(HEADER, rows), "", *_pool_lines(graph), *_unwritten_columns(graph)]) + "\n"
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose columns are as wide as their cells."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _cells(graph: StageGraph, spec: StageSpec) -> list[list[str]]:
