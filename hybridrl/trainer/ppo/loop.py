@@ -40,6 +40,7 @@ from hybridrl.trainer.ppo.rewards import (
 )
 from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter
 from hybridrl.trainer.ppo.stages import (
+    StepSettings,
     check_roles,
     rollout_lag,
     samples_per_group,
@@ -199,7 +200,7 @@ class PPOLoop(Trainer):
         model = ModelFlops.read(
             policy.model.path, override_config=policy.model.override_config, trust_remote_code=trust
         )
-        with_reference = scores_reference_with_actor(config, self.roles, trainer=type(self))
+        with_reference = scores_reference_with_actor(StepSettings(config, self.roles, type(self)))
         epochs, update = policy.actor.ppo_epochs, ADAPTER_UPDATE if policy.model.uses_lora else UPDATE
         uses = {
             "old_log_prob": ModelUse(str(on.actor), model, actor, times=1 + with_reference),

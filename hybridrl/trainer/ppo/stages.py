@@ -1,4 +1,4 @@
-"""Conditions, roles and optional columns of PPO's stages, from the settings.
+"""Conditions and roles of PPO's stages, from the settings.
 
 The list of the stages is `RayPPOTrainer.step`, and the table of columns `columns.py`. Nothing is started here.
 """
@@ -11,8 +11,22 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.schema.distillation import FULL_MODES
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.errors import ConfigError
-from hybridrl.trainer.ppo import columns as c
 from hybridrl.trainer.roles import Role
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What decides about the stages and columns of a step.
+
+    Attributes:
+        config: Settings of the job.
+        roles: Roles with a worker class.
+        trainer: The trainer's class. Its own stages may read more.
+    """
+
+    config: PPOConfig
+    roles: Collection[Role]
+    trainer: type
 
 
 def uses_critic(config: PPOConfig) -> bool:
@@ -30,27 +44,27 @@ def uses_reference(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
-def scores_reference_with_actor(config: PPOConfig, roles: Collection[Role], *, trainer: type) -> bool:
+def scores_reference_with_actor(settings: StepSettings) -> bool:
     """Return whether one call computes the log-probs of the actor and those of its reference.
 
-    Args:
-        config: Settings of the job.
-        roles: Roles with a worker class.
-        trainer: The trainer's class. With stages of the user's own that score tokens, each has its own call.
+    With stages of the user's own that score tokens, each has its own call.
     """
-    own_reference = config.actor_rollout_ref.model.uses_lora and Role.RefPolicy not in roles
-    return (
-        uses_reference(config)
-        and own_reference
-        and not overrides(trainer, SCORING_STAGES)
-        and not config.trainer.middleware
-    )
+    config = settings.config
+    own_reference = config.actor_rollout_ref.model.uses_lora and Role.RefPolicy not in settings.roles
+    has_own_stages = overrides(settings.trainer, SCORING_STAGES) or config.trainer.middleware
+    return uses_reference(config) and own_reference and not has_own_stages
 
 
-def correction_columns(config: PPOConfig) -> tuple[str, ...]:
-    """Return what the rollout correction adds to the batch: weights, a mask, both or nothing."""
+def has_reference_stage(settings: StepSettings) -> bool:
+    """Return whether the log-probs of the reference policy have a call of their own."""
+    with_actor = computes_old_log_probs(settings) and scores_reference_with_actor(settings)
+    return uses_reference(settings.config) and not with_actor
+
+
+def corrects_samples(config: PPOConfig) -> bool:
+    """Return whether the rollout correction weighs or rejects tokens before the update."""
     plan = correction_plan(config.algorithm.rollout_correction)
-    return (*((c.ROLLOUT_IS_WEIGHTS,) if plan.weighs else ()), *((c.ROLLOUT_RS_MASK,) if plan.rejects else ()))
+    return plan.weighs or plan.rejects
 
 
 def bypasses_old_log_prob(config: PPOConfig) -> bool:
@@ -58,9 +72,9 @@ def bypasses_old_log_prob(config: PPOConfig) -> bool:
     return correction_plan(config.algorithm.rollout_correction).bypass_mode
 
 
-def overrides(trainer: type | None, names: Collection[str]) -> bool:
+def overrides(trainer: type, names: Collection[str]) -> bool:
     """Return whether a trainer class of the user's own, or one of its ancestors, defines one of these methods."""
-    own = [] if trainer is None else [cls for cls in trainer.__mro__ if not cls.__module__.startswith("hybridrl.")]
+    own = [cls for cls in trainer.__mro__ if not cls.__module__.startswith("hybridrl.")]
     return any(name in vars(cls) for cls in own for name in names)
 
 
@@ -72,19 +86,26 @@ MAY_READ_OLD_LOG_PROBS = (
 )
 
 
-def computes_old_log_probs(config: PPOConfig, *, trainer: type | None = None) -> bool:
+def computes_old_log_probs(settings: StepSettings) -> bool:
     """Return whether a forward pass before the update computes `old_log_probs`.
 
-    As set, or if unset, whether anything may read them. Without the pass the update's own log-probs are the old ones.
-
-    Args:
-        config: Settings of the job.
-        trainer: The trainer's class. Stages of the user's own may read them.
+    As set, or if unset, whether anything may read them, such as stages of the user's own. Without the pass the update's
+    own log-probs are the old ones.
     """
-    chosen = config.actor_rollout_ref.actor.calculate_old_log_probs
-    overridden = overrides(trainer, MAY_READ_OLD_LOG_PROBS)
+    config, chosen = settings.config, settings.config.actor_rollout_ref.actor.calculate_old_log_probs
+    overridden = overrides(settings.trainer, MAY_READ_OLD_LOG_PROBS)
     wanted = overridden or next(_old_log_prob_readers(config), None) is not None if chosen is None else chosen
     return wanted and not bypasses_old_log_prob(config)
+
+
+def compares_log_probs(config: PPOConfig) -> bool:
+    """Return whether advantages are computed from the policy's log-probs, too."""
+    return config.algorithm.use_kl_in_reward or config.distillation.enabled or uses_sum_pi_squared(config)
+
+
+def has_old_log_probs(settings: StepSettings) -> bool:
+    """Return whether the batch has `old_log_probs` before the update: computed ones, or those of the rollout."""
+    return computes_old_log_probs(settings) or bypasses_old_log_prob(settings.config)
 
 
 def _old_log_prob_readers(config: PPOConfig) -> Iterator[str]:
@@ -98,7 +119,7 @@ def _old_log_prob_readers(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}: a step of {num_prompts} prompts "
             "has several mini-batches, and later ones train another policy"
         )
-    if correction_columns(config):
+    if corrects_samples(config):
         yield "algorithm.rollout_correction compares them with those of the rollout"
     if algorithm.use_kl_in_reward:
         yield "algorithm.use_kl_in_reward=true reads them"
@@ -140,10 +161,27 @@ def filters_groups(config: PPOConfig) -> bool:
     return config.algorithm.filter_groups.chooses
 
 
+def uses_agents(config: PPOConfig) -> bool:
+    """Return whether agent loops generate the responses."""
+    return config.actor_rollout_ref.rollout.mode == "async"
+
+
 def trains_branches(config: PPOConfig) -> bool:
     """Return whether a step trains all rows that agent loops return for a sample."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.mode == "async" and rollout.agent.train_branches
+    return uses_agents(config) and config.actor_rollout_ref.rollout.agent.train_branches
+
+
+def teacher_gives(config: PPOConfig) -> str:
+    """Return whose log-probs a teacher gives: of `sampled` tokens, the `top` ones or `all`, besides; "" without one."""
+    teacher = config.distillation
+    if not teacher.enabled or teacher.samples_only:
+        return "sampled" if teacher.enabled else ""
+    return "all" if teacher.distillation_loss.loss_mode in FULL_MODES else "top"
+
+
+def has_reward_model(settings: StepSettings) -> bool:
+    """Return whether a reward model scores the responses."""
+    return Role.RewardModel in settings.roles
 
 
 def trains_what_it_generates(config: PPOConfig) -> bool:
@@ -245,95 +283,9 @@ def stage_roles(roles: Collection[Role]) -> StageRoles:
     )
 
 
-@dataclass(frozen=True)
-class OptionalColumns:
-    """Columns that a batch has only with some settings; each group is empty without them.
-
-    Attributes:
-        sampled: Written by `gen` in addition to `GENERATED`.
-        log_probs: Of the rollout.
-        model_scores: Of a reward model.
-        correction: Weights and mask of the rollout correction.
-        kl_loss: Read by `update_actor`.
-        kl_reward: Read by `adv`.
-        teacher: Written by `teacher`.
-        advised: Of the teacher, read by `adv`.
-        taught: Of the teacher, read by `update_actor`.
-        values: Of the critic.
-        components: Of several rewards per response.
-        baselines: Of greedy responses.
-        squares: Of the actor, written with its log-probs.
-        estimator: Read by `adv` for the estimator, besides scores and values.
-        ages: Versions that decide which tokens are too old to train.
-        drawn: Scores by which PF-PPO draws the rows of both updates.
-        right: Scores that say which responses are right, read by `update_actor`.
-    """
-
-    sampled: tuple[str, ...]
-    log_probs: tuple[str, ...]
-    model_scores: tuple[str, ...]
-    correction: tuple[str, ...]
-    kl_loss: tuple[str, ...]
-    kl_reward: tuple[str, ...]
-    teacher: tuple[str, ...]
-    advised: tuple[str, ...]
-    taught: tuple[str, ...]
-    values: tuple[str, ...]
-    components: tuple[str, ...]
-    baselines: tuple[str, ...]
-    squares: tuple[str, ...]
-    estimator: tuple[str, ...]
-    ages: tuple[str, ...]
-    drawn: tuple[str, ...]
-    right: tuple[str, ...]
-
-
-def optional_columns(config: PPOConfig, roles: Collection[Role]) -> OptionalColumns:
-    """Return the optional columns that a job with these settings and roles has."""
-    rollout, trainer, algorithm = config.actor_rollout_ref.rollout, config.trainer, config.algorithm
-    log_probs = (c.ROLLOUT_LOG_PROBS,) if rollout.calculate_log_probs else ()
-    versions = (c.TOKEN_VERSIONS,) if trainer.partial_rollout else ()
-    correction = correction_columns(config)
-    weights = tuple(name for name in correction if name == c.ROLLOUT_IS_WEIGHTS)
-    components = (c.REWARD_COMPONENTS,) if uses_components(config) else ()
-    baselines = (c.REWARD_BASELINES,) if uses_greedy_baseline(config) else ()
-    squares = (c.SUM_PI_SQUARED,) if uses_sum_pi_squared(config) else ()
-    teacher = config.distillation
-    drops_tokens = trainer.stale_tokens == "drop" and trainer.staleness is not None
-    return OptionalColumns(
-        sampled=(*log_probs, *versions, *((c.NUM_TURNS,) if rollout.mode == "async" else ())),
-        log_probs=log_probs,
-        model_scores=(c.RM_SCORES,) if Role.RewardModel in roles else (),
-        correction=correction,
-        kl_loss=(c.REF_LOG_PROB,) if config.actor_rollout_ref.actor.use_kl_loss else (),
-        kl_reward=(c.OLD_LOG_PROBS, c.REF_LOG_PROB) if algorithm.use_kl_in_reward else (),
-        teacher=teacher_columns(config),
-        advised=(c.OLD_LOG_PROBS, c.TEACHER_LOG_PROB) if teacher.enabled else (),
-        taught=() if not teacher.in_loss else teacher_columns(config)[0 if teacher.samples_only else 1 :],
-        values=(c.VALUES,) if uses_critic(config) else (),
-        components=components,
-        baselines=baselines,
-        squares=squares,
-        estimator=(*components, *baselines, *((c.OLD_LOG_PROBS, *squares, *weights) if squares else ())),
-        ages=(c.WEIGHTS_VERSION, *versions) if drops_tokens else (),
-        drawn=(c.TOKEN_LEVEL_SCORES,) if algorithm.use_pf_ppo else (),
-        right=(c.TOKEN_LEVEL_SCORES,) if config.actor_rollout_ref.actor.positive_nll_coef else (),
-    )
-
-
-def teacher_columns(config: PPOConfig) -> tuple[str, ...]:
-    """Return the columns that the teacher's stage writes, the sampled tokens' log-probs first."""
-    distillation = config.distillation
-    if not distillation.enabled or distillation.samples_only:
-        return (c.TEACHER_LOG_PROB,) if distillation.enabled else ()
-    if distillation.distillation_loss.loss_mode in FULL_MODES:
-        return (c.TEACHER_LOG_PROB, c.TEACHER_ALL_LOG_PROBS)
-    return (c.TEACHER_LOG_PROB, c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOG_PROBS)
-
-
-def actor_input(has: OptionalColumns) -> tuple[str, ...]:
-    """Return the columns that the actor is trained on, besides `old_log_probs` if a stage computes them."""
-    return (*c.MODEL_INPUT, c.ADVANTAGES, *has.correction, *has.kl_loss, *has.taught)
+def max_token_age(config: PPOConfig) -> int | None:
+    """Return the age above which tokens are left out of the loss; None: no token is."""
+    return config.trainer.staleness if config.trainer.stale_tokens == "drop" else None
 
 
 def rollout_lag(config: PPOConfig) -> int:

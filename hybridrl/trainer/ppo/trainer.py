@@ -43,16 +43,6 @@ from hybridrl.trainer import ppo
 from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo import columns as c
-from hybridrl.trainer.ppo.columns import (
-    CRITIC_INPUT,
-    ESTIMATES,
-    GENERATED,
-    LOG_PROB_PAIR,
-    MODEL_INPUT,
-    PROMPT_INPUT,
-    RESPONSE,
-    SCORES,
-)
 from hybridrl.trainer.ppo.loop import PPOLoop
 from hybridrl.trainer.ppo.metrics import log_prob_metrics, metrics_of_update, reward_extra_metrics, step_metrics
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
@@ -69,19 +59,18 @@ from hybridrl.trainer.ppo.rewards import (
 from hybridrl.trainer.ppo.sampling.group_metrics import group_metrics
 from hybridrl.trainer.ppo.sampling.sample_choice import choose_samples
 from hybridrl.trainer.ppo.stages import (
-    actor_input,
+    StepSettings,
     bypasses_old_log_prob,
     computes_old_log_probs,
-    correction_columns,
+    corrects_samples,
     filters_groups,
-    optional_columns,
+    has_reference_stage,
     scores_reference_with_actor,
     stage_roles,
     trains_branches,
     uses_components,
     uses_critic,
     uses_greedy_baseline,
-    uses_reference,
     uses_sum_pi_squared,
 )
 from hybridrl.trainer.ppo.update_batch import add_covariance_selection, has_tokens, select_training_rows
@@ -115,63 +104,51 @@ class RayPPOTrainer(PPOLoop):
     # ---- the step
 
     @classmethod
+    @c.columns_in_use
     def step(cls, config: PPOConfig, roles: Collection[Role]) -> list[Stage]:
-        """Return the stages of a step in order. `Stage.when` says which settings leave one out."""
-        on, has = stage_roles(roles), optional_columns(config, roles)
-        is_pure = config.trainer.lag == 0 and not config.algorithm.filter_groups.defers
-        filters, replays = filters_groups(config), config.trainer.replay.groups > 0
-        branches = trains_branches(config)
-        corrected, bypasses = correction_columns(config), bypasses_old_log_prob(config)
-        computes = computes_old_log_probs(config, trainer=cls)
-        samples = GENERATED + has.sampled
-        rewarded = has.model_scores + SCORES + has.components
-        stored = samples + rewarded + has.baselines
-        in_episodes = (c.EPISODE,) if branches else ()
-        scored = (c.RESPONSE_MASK, *SCORES, *in_episodes, *has.kl_reward, *has.advised, *has.values, *has.estimator)
-        with_reference = computes and scores_reference_with_actor(config, roles, trainer=cls)
-        refers = uses_reference(config) and not with_reference
-        old = (c.OLD_LOG_PROBS, *has.squares, *((c.REF_LOG_PROB,) if with_reference else ()))
-        trained = (*MODEL_INPUT, c.REWARD_VALID, *in_episodes, *has.ages, *has.drawn)
-        ratio = (c.OLD_LOG_PROBS,) if computes or bypasses else ()
-        to_actor, to_critic = (*trained, *actor_input(has), *ratio, *has.right), (*trained, *CRITIC_INPUT)
+        """Return the stages of a step in order. `Stage.when` says which settings leave one out.
+
+        A stage lists all columns that it may read and write; it keeps those that `columns.py` has with these settings.
+        """
+        on, settings = stage_roles(roles), StepSettings(config, roles, cls)
+        is_on_policy = config.trainer.lag == 0 and not config.algorithm.filter_groups.defers
         return [
             # 1. Prompts of the step that is `trainer.lag` ahead.
-            Stage(cls.next_batch, writes=PROMPT_INPUT, pure=False),
+            Stage(cls.next_batch, writes=c.PROMPT_INPUT, pure=False),
             # 2. n responses to each prompt.
-            Stage(cls.generate, "gen", on.rollout, PROMPT_INPUT, samples, pure=is_pure),
+            Stage(cls.generate, "gen", on.rollout, c.PROMPT_INPUT, c.SAMPLES, pure=is_on_policy),
             # 3. A score for each response. Groups of equal scores are replaced, samples left out, earlier ones added.
-            Stage(cls.reward, role=on.reward_model, reads=RESPONSE, writes=rewarded),
-            Stage(
-                cls.reward_baselines,
-                role=on.reward_model,
-                reads=(c.REWARD_VALID,),
-                writes=(c.REWARD_VALID, *has.baselines),
-            ).when(uses_greedy_baseline(config)),
-            Stage(cls.update_sampler, reads=SCORES, pure=False).when(config.data.sampler.class_path),
-            Stage(cls.filter_groups, role=on.rollout, reads=stored, writes=stored, pure=False).when(filters),
-            Stage(cls.select_samples, reads=stored, writes=stored, pure=False).when(config.algorithm.select_samples.k),
-            Stage(cls.replay, reads=stored, writes=stored, pure=False).when(replays),
-            Stage(cls.add_branches, reads=stored, writes=(*stored, c.EPISODE), pure=False).when(branches),
-            # 4. What policy, reference and critic make of the tokens, before the update.
-            Stage(cls.reuse_log_probs, reads=has.log_probs, writes=(c.OLD_LOG_PROBS,)).when(bypasses),
-            Stage(cls.old_log_prob, role=on.actor, reads=MODEL_INPUT + has.log_probs, writes=old, submits=True).when(
-                computes
+            Stage(cls.reward, "", on.reward_model, c.RESPONSE, c.REWARDED),
+            Stage(cls.reward_baselines, "", on.reward_model, (c.REWARD_VALID,), c.BASELINES).when(
+                uses_greedy_baseline(config)
             ),
-            Stage(cls.rollout_correction, reads=LOG_PROB_PAIR, writes=corrected).when(corrected),
-            Stage(cls.ref_log_prob, "ref", on.reference, MODEL_INPUT, (c.REF_LOG_PROB,), submits=True).when(refers),
-            Stage(cls.teacher_log_prob, "teacher", on.teacher, MODEL_INPUT, has.teacher, submits=True).when(
+            Stage(cls.update_sampler, reads=c.SCORES, pure=False).when(config.data.sampler.class_path),
+            Stage(cls.filter_groups, "", on.rollout, c.STORED, c.STORED, pure=False).when(filters_groups(config)),
+            Stage(cls.select_samples, reads=c.STORED, writes=c.STORED, pure=False).when(
+                config.algorithm.select_samples.k
+            ),
+            Stage(cls.replay, reads=c.STORED, writes=c.STORED, pure=False).when(config.trainer.replay.groups),
+            Stage(cls.add_branches, reads=c.STORED, writes=c.ROWS, pure=False).when(trains_branches(config)),
+            # 4. What policy, reference and critic make of the tokens, before the update.
+            Stage(cls.reuse_log_probs, reads=(c.ROLLOUT_LOG_PROBS,), writes=(c.OLD_LOG_PROBS,)).when(
+                bypasses_old_log_prob(config)
+            ),
+            Stage(cls.old_log_prob, "", on.actor, c.SCORED_INPUT, c.ACTOR_SCORES, submits=True).when(
+                computes_old_log_probs(settings)
+            ),
+            Stage(cls.rollout_correction, reads=c.LOG_PROB_PAIR, writes=c.CORRECTION).when(corrects_samples(config)),
+            Stage(cls.ref_log_prob, "ref", on.reference, c.MODEL_INPUT, (c.REF_LOG_PROB,), submits=True).when(
+                has_reference_stage(settings)
+            ),
+            Stage(cls.teacher_log_prob, "teacher", on.teacher, c.MODEL_INPUT, c.TEACHER, submits=True).when(
                 config.distillation.enabled
             ),
-            Stage(cls.values, role=on.critic, reads=MODEL_INPUT, writes=(c.VALUES,), submits=True).when(
-                uses_critic(config)
-            ),
+            Stage(cls.values, "", on.critic, c.MODEL_INPUT, (c.VALUES,), submits=True).when(uses_critic(config)),
             # 5. From scores to advantages.
-            Stage(cls.advantage, "adv", reads=scored, writes=ESTIMATES, pure=False),
+            Stage(cls.advantage, "adv", reads=c.JUDGED, writes=c.ESTIMATES, pure=False),
             # 6. The update: critic, policy, then the rollout's copy of the policy.
-            Stage(cls.update_critic, role=on.critic, reads=to_critic, pure=False, submits=True).when(
-                uses_critic(config)
-            ),
-            Stage(cls.update_actor, role=on.actor, reads=to_actor, pure=False),
+            Stage(cls.update_critic, "", on.critic, c.FOR_CRITIC, pure=False, submits=True).when(uses_critic(config)),
+            Stage(cls.update_actor, "", on.actor, c.FOR_ACTOR, pure=False),
             Stage(cls.update_weights, role=on.rollout, pure=False),
             # 7. Outputs.
             Stage(cls.validate, "testing", on.rollout),
@@ -237,7 +214,7 @@ class RayPPOTrainer(PPOLoop):
             batch,
             reward_fn,
             reward_model=self.groups.get(Role.RewardModel),
-            model_input=MODEL_INPUT,
+            model_input=c.MODEL_INPUT,
             metrics=metrics,
         )
         apply_agent_results(batch)
@@ -303,7 +280,7 @@ class RayPPOTrainer(PPOLoop):
 
         An actor with adapters computes those of its reference, the model without them, in the same call.
         """
-        reference = scores_reference_with_actor(self.config, self.roles, trainer=type(self))
+        reference = scores_reference_with_actor(StepSettings(self.config, self.roles, type(self)))
         more = {"sum_pi_squared": uses_sum_pi_squared(self.config), "reference": reference}
         wanted = {name: True for name, is_wanted in more.items() if is_wanted}
         compute = functools.partial(self.policy.actor.compute_log_prob.submit, **wanted)
@@ -367,7 +344,7 @@ class RayPPOTrainer(PPOLoop):
 
     def update_critic(self, ctx: BatchContext) -> Submitting:
         """Fit the critic to the returns."""
-        data = select_training_rows(ctx.batch, CRITIC_INPUT, self.config, role=Role.Critic, step=self.global_steps)
+        data = select_training_rows(ctx.batch, c.CRITIC_INPUT, self.config, role=Role.Critic, step=self.global_steps)
         if not len(data):
             return
         critic = self.groups[Role.Critic]
@@ -378,7 +355,8 @@ class RayPPOTrainer(PPOLoop):
     def update_actor(self, ctx: BatchContext) -> None:
         """Update the policy, after the critic's warm-up steps. Without `old_log_probs` the update returns its own."""
         has_old = c.OLD_LOG_PROBS in ctx.batch.batch.keys()
-        columns = (*actor_input(optional_columns(self.config, self.roles)), *((c.OLD_LOG_PROBS,) if has_old else ()))
+        settings = StepSettings(self.config, self.roles, type(self))
+        columns = c.used_columns(c.ACTOR_INPUT, settings, stage="update_actor") + (c.OLD_LOG_PROBS,) * has_old
         data = select_training_rows(ctx.batch, columns, self.config, role=Role.Actor, step=self.global_steps)
         add_covariance_selection(data, self.config, step=self.global_steps)
         trains = has_tokens(data, step=self.global_steps)

@@ -23,7 +23,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.columns import EPISODE, OLD_LOG_PROBS, ROLLOUT_RS_MASK
 from hybridrl.trainer.ppo.off_policy import fresh_mask
-from hybridrl.trainer.ppo.stages import samples_per_group
+from hybridrl.trainer.ppo.stages import max_token_age, samples_per_group
 from hybridrl.trainer.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ def select_training_rows(
     the batch has the column `episode`.
     """
     data, trainer = select_columns(batch, columns), config.trainer
-    if trainer.stale_tokens == "drop" and trainer.staleness is not None:
-        data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=trainer.staleness)
+    if (max_age := max_token_age(config)) is not None:
+        data.batch["response_mask"] = fresh_mask(batch, version=step - 1, staleness=max_age)
     if ROLLOUT_RS_MASK in columns:
         data.batch["response_mask"] = data.batch["response_mask"] * data.batch.pop(ROLLOUT_RS_MASK)
     rows, episodes = training_rows(batch, config, step=step)

@@ -7,7 +7,7 @@
 trainers and by `hybridrl job graph`, in the driver.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,14 @@ def _nothing(ctx: Any) -> None:
     pass
 
 
+Condition = Callable[[Any], bool]  # of a trainer's settings, for PPO of `StepSettings`
+
+
+def always(settings: Any) -> bool:
+    """Return True, whatever the settings are."""
+    return True
+
+
 @dataclass(frozen=True)
 class Column:
     """A row of a trainer's table of columns.
@@ -85,12 +93,20 @@ class Column:
         shape: Letters of its sizes, for instance `B R`. Equal letters are equal sizes.
         written_by: Names of the stages that write it.
         meaning: One phrase.
+        when: Whether a run with these settings has it.
+        only: Stage -> whether it reads or writes the column. Stages that are not named do so whenever it exists.
     """
 
     dtype: str
     shape: str
     written_by: tuple[str, ...]
     meaning: str
+    when: Condition = always
+    only: Mapping[str, Condition] = field(default_factory=dict)
+
+    def is_used(self, stage: str, settings: Any) -> bool:
+        """Return whether the stage of this name reads or writes the column, if it declares it at all."""
+        return self.when(settings) and self.only.get(stage, always)(settings)
 
 
 @dataclass(repr=False, eq=False)

@@ -10,7 +10,7 @@ from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import worker_classes
 from hybridrl.trainer.ppo.columns import COLUMNS
-from hybridrl.trainer.ppo.stages import check_roles
+from hybridrl.trainer.ppo.stages import StepSettings, check_roles
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 CHOICES = [
@@ -51,10 +51,15 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 @functools.cache
-def stages_of(*words: str):
+def config_of(*words: str) -> PPOConfig:
     settings = ["actor_rollout_ref.rollout.n=2", "trainer.n_gpus_per_node=2"]
     settings += [word for group in words for word in group.split()]
-    config = load_config(PPOConfig, settings, program="p", config_name="ppo_trainer")
+    return load_config(PPOConfig, settings, program="p", config_name="ppo_trainer")
+
+
+@functools.cache
+def stages_of(*words: str):
+    config = config_of(*words)
     return [stage.spec for stage in RayPPOTrainer.step(config, worker_classes(config)) if stage.enabled]
 
 
@@ -82,6 +87,23 @@ def test_every_tensor_column_of_the_table_is_written_by_the_stages_it_names():
     writers["num_turns"] |= {"filter_groups", "select_samples", "replay"}  # of agent loops, which are tried alone here
     tensors = {name: {*column.written_by} for name, column in COLUMNS.items() if column.dtype != "object"}
     assert writers == tensors
+
+
+@pytest.mark.parametrize("words", [*itertools.product(*CHOICES), *((words,) for words in (*DISTRIBUTIONS, ADAPTERS))])
+def test_a_column_is_written_exactly_with_the_settings_with_which_the_table_has_it(words):
+    config = config_of(*words)
+    settings = StepSettings(config, worker_classes(config), RayPPOTrainer)
+    written = {name for spec in stages_of(*words) for name in spec.writes}
+    tensors = {name for name, column in COLUMNS.items() if column.dtype != "object"}
+    assert written == {name for name in tensors if COLUMNS[name].when(settings)}
+
+
+def test_a_condition_of_one_stage_names_a_stage_that_lists_the_column():
+    config = config_of()
+    whole_list = RayPPOTrainer.step.__wrapped__(RayPPOTrainer, config, worker_classes(config))
+    lists = {stage.spec.name: {*stage.reads, *stage.writes} for stage in whole_list}
+    for name, column in COLUMNS.items():
+        assert {*column.only} <= {stage for stage, columns in lists.items() if name in columns}, name
 
 
 def test_conversations_of_agents_become_rows_after_the_samples_are_chosen():
