@@ -59,7 +59,7 @@ class TimedWorker(ActorRolloutRefWorker):
 
     Args:
         config: Settings of the whole job.
-        role: Parts, as for the worker it stands for.
+        role: Components, as for the worker it stands for.
         rank, world_size: Of the process.
         workload: What the work costs.
     """
@@ -82,7 +82,7 @@ class TimedWorker(ActorRolloutRefWorker):
 
     def init_model(self, total_optimizer_steps: int = 0) -> Any:
         num_peers = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        if "rollout" in self.parts:
+        if "rollout" in self.components:
             self._register_dispatch_collect_info(ROLLOUT_MESH, self.rank // num_peers, self.rank % num_peers == 0)
         ranks = self.workload.costs.train_ranks
         self._register_dispatch_collect_info(ENGINE_MESH, self.rank // ranks, self.rank % ranks == 0)

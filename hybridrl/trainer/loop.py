@@ -5,7 +5,7 @@
     shutdown       end the processes
 
 `RayPPOTrainer` and the subclasses of `SupervisedTrainer` say what a step is (`step`), how a role starts (`init_role`),
-and what belongs to snapshot and checkpoint besides the weights (`parts`). Runs in the driver; knows no algorithm.
+and what belongs to snapshot and checkpoint besides the weights (`stateful`). Runs in the driver; knows no algorithm.
 """
 
 import functools
@@ -54,7 +54,7 @@ from hybridrl.trainer.run.setup import (
     run_stages,
     warn_about_small_batches,
 )
-from hybridrl.trainer.run.state import Parts, load_parts, save_parts
+from hybridrl.trainer.run.state import StatefulObjects, load_states, save_states
 from hybridrl.trainer.utilization import ModelUse, Utilization
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,8 @@ class Trainer:
         raise NotImplementedError
 
     @property
-    def parts(self) -> Parts:
-        """The stateful parts, in the order in which they are saved and loaded."""
+    def stateful(self) -> StatefulObjects:
+        """The stateful objects, in the order in which they are saved and loaded."""
         return {"data": self.train_loader, LEDGER: self.ledger}
 
     @property
@@ -359,7 +359,9 @@ class Trainer:
             StorageError: The state cannot be written.
         """
         self.ledger.engine_updates = self.save_engines(directory)
-        state = {"global_steps": self.global_steps, FINGERPRINT_KEY: self.identity} | save_parts(self.parts, directory)
+        state = {"global_steps": self.global_steps, FINGERPRINT_KEY: self.identity} | save_states(
+            self.stateful, directory
+        )
         write_run_state(directory, state, config_yaml=to_yaml(self.config, hide_secrets=True))
 
     def save_engines(self, directory: str) -> dict[str, Any]:
@@ -379,7 +381,7 @@ class Trainer:
             for role, group in self.trained_groups().items()
         }
         self.global_steps = self.ledger.step = state["global_steps"]
-        load_parts(self.parts, state, path)
+        load_states(self.stateful, state, path)
         self.saver.committed = path
 
     def _engine_directory(self, checkpoint: str, role: str) -> str:

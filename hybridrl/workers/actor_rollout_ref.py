@@ -1,6 +1,6 @@
 """`ActorRolloutRefWorker`: one process of the policy, with actor, rollout and reference in any combination.
 
-The name of its role lists the parts:
+The name of its role lists the components:
 
 * actor: trains the policy and computes its log-probs (an engine with an optimizer).
 * rollout: generates with a copy of the policy's weights, pushed after every update and verified by version and
@@ -47,7 +47,7 @@ from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import sampling_params
 from hybridrl.workers.weight_push import WeightPushMixin
 
-PARTS = ("actor", "rollout", "ref", "teacher")
+COMPONENTS = ("actor", "rollout", "ref", "teacher")
 ROLLOUT_MESH = "rollout"  # tensor-parallel ranks of one engine get the same prompts; the first rank returns the output
 ROLLOUT_COMPUTE = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH)
 
@@ -57,16 +57,18 @@ class ActorRolloutRefWorker(WeightPushMixin):
 
     Args:
         config: Settings of the whole job.
-        role: Parts joined by underscores, for instance "actor_rollout_ref" or "ref".
+        role: Components joined by underscores, for instance "actor_rollout_ref" or "ref".
     """
 
     def __init__(self, config: PPOConfig, role: str):
         self.config, self.role = config, role
         self._sender = None
-        self.parts = role.split("_")
-        unknown = set(self.parts) - set(PARTS)
+        self.components = role.split("_")
+        unknown = set(self.components) - set(COMPONENTS)
         if unknown:
-            raise ValueError(f"role={role!r} has unknown parts {sorted(unknown)}; parts are {', '.join(PARTS)}")
+            raise ValueError(
+                f"role={role!r} has unknown components {sorted(unknown)}; components are {', '.join(COMPONENTS)}"
+            )
 
     @classmethod
     def num_peers(cls, config: PPOConfig, role: str) -> int:
@@ -76,7 +78,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
-        """Load the parts of this role onto the device.
+        """Load the components of this role onto the device.
 
         Args:
             total_optimizer_steps: Length of the learning-rate schedule.
@@ -86,20 +88,22 @@ class ActorRolloutRefWorker(WeightPushMixin):
             self.config.actor_rollout_ref.actor.policy_loss.loss_mode
         )  # refuse an unknown name now, not after the first generation
         trainer, num_peers = self.config.trainer, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        single_process = self.parts == ["rollout"] and num_peers == 1
+        single_process = self.components == ["rollout"] and num_peers == 1
         self.device = init_worker_process(
             device=trainer.device, num_threads=trainer.num_threads, single_process=single_process
         )
-        if "actor" in self.parts:
+        if "actor" in self.components:
             self._init_actor(total_optimizer_steps)
         self.ref: Engine | None = None
-        if "ref" in self.parts and not ("actor" in self.parts and self.config.actor_rollout_ref.model.uses_lora):
+        if "ref" in self.components and not (
+            "actor" in self.components and self.config.actor_rollout_ref.model.uses_lora
+        ):
             self._init_ref()
-        if "teacher" in self.parts:
+        if "teacher" in self.components:
             self._init_teachers()
-        if "rollout" in self.parts:
+        if "rollout" in self.components:
             self._init_rollout()
-        if self.device == "cuda" and {"actor", "rollout"} <= set(self.parts):
+        if self.device == "cuda" and {"actor", "rollout"} <= set(self.components):
             self.rollout.sleep()  # other models still have to be loaded onto this device; the first push wakes it
 
     def _init_actor(self, total_optimizer_steps: int) -> None:

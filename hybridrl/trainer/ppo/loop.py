@@ -1,4 +1,4 @@
-"""PPO's part of the loop around the step: data, workers, stateful parts, recovery. The step is `trainer.py`.
+"""PPO's part of the loop around the step: data, workers, state, recovery. The step is `trainer.py`.
 
 `RayPPOTrainer` inherits it, and it fills in `Trainer` (`trainer/loop.py`). Runs in the driver.
 """
@@ -53,7 +53,7 @@ from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_
 from hybridrl.trainer.recovery.policies import ResumeState
 from hybridrl.trainer.roles import ResourcePoolManager, Role, check_worker_classes, worker_role
 from hybridrl.trainer.run.middleware import BatchContext, load_middleware
-from hybridrl.trainer.run.state import Parts
+from hybridrl.trainer.run.state import StatefulObjects
 from hybridrl.trainer.submitted_call import SubmittedCall, Submitting
 from hybridrl.trainer.utilization import ModelUse
 from hybridrl.workers.engine.utilization.model_flops import ADAPTER_UPDATE, UPDATE, ModelFlops
@@ -172,7 +172,7 @@ class PPOLoop(Trainer):
         self.generator.close()
         super().shutdown()
 
-    # ---- parts of the loop, see `Trainer`
+    # ---- what `Trainer` asks for
 
     @property
     def roles(self) -> Collection[Role]:
@@ -180,8 +180,8 @@ class PPOLoop(Trainer):
         return self.role_worker_mapping.keys()
 
     @property
-    def parts(self) -> Parts:
-        """The stateful parts, in the order in which they are saved and loaded. Names are a format on disk."""
+    def stateful(self) -> StatefulObjects:
+        """The stateful objects, in the order in which they are saved and loaded. Names are a format on disk."""
         return {
             "data": self.train_loader,
             "prompts": self.prompts,

@@ -37,7 +37,7 @@ from hybridrl.single_controller.processes.termination import kill_run
 from hybridrl.trainer.checkpoint.saver import CheckpointSaver
 from hybridrl.trainer.recovery.policies import RankPolicy
 from hybridrl.trainer.roles import ResourcePoolManager, Role
-from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
+from hybridrl.trainer.run.state import StatefulObjects, load_from_memory, states_in_memory
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -66,7 +66,7 @@ class Restartable(Protocol):
     saver: CheckpointSaver
 
     @property
-    def parts(self) -> Parts:
+    def stateful(self) -> StatefulObjects:
         """The driver's own state."""
 
     def init_workers(self) -> None:
@@ -139,7 +139,7 @@ class ElasticRanks(RankPolicy):
             PlacementError: The cluster holds fewer than `trainer.min_ranks`.
             WorkerLost, ObjectLost, CallTimeout: Another number of ranks would not help, or the limit is used up.
         """
-        is_ready, start = True, parts_in_memory(self._trainer.parts)
+        is_ready, start = True, states_in_memory(self._trainer.stateful)
         while True:
             try:
                 if not is_ready:
@@ -173,7 +173,7 @@ class ElasticRanks(RankPolicy):
             trainer.load_checkpoint(trainer.saver.committed)
         else:
             trainer.global_steps = 0
-            load_from_memory(trainer.parts, start)
+            load_from_memory(trainer.stateful, start)
         logger.warning(
             "recovered: all roles are at the end of step %d (%.1f s)", trainer.global_steps, time.monotonic() - begin
         )

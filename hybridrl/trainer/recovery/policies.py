@@ -28,13 +28,13 @@ class StepSnapshot:
     Attributes:
         step: The completed step.
         engine_refs: Role -> one reference per rank to what `take_snapshot` returned.
-        parts: State of the driver's own parts, see `run/state.py`.
+        states: Those of the driver's own objects, see `run/state.py`.
         channel: Channel that weights were pushed over, see `RolloutPipeline.weight_channel`.
     """
 
     step: int
     engine_refs: Mapping[str, list]
-    parts: Mapping[str, Any]
+    states: Mapping[str, Any]
     channel: Any = None
 
 

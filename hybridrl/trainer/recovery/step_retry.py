@@ -32,7 +32,7 @@ from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Ref
 from hybridrl.master.state.events import TRAINER, RecoveryCompleted
 from hybridrl.single_controller.monitoring.process import PartTimes, ask_master, report_decision, report_event
 from hybridrl.trainer.recovery.policies import ResumeState, RetryPolicy, StepSnapshot
-from hybridrl.trainer.run.state import Parts, load_from_memory, parts_in_memory
+from hybridrl.trainer.run.state import StatefulObjects, load_from_memory, states_in_memory
 
 logger = logging.getLogger(__name__)
 FILE = "failures.jsonl"
@@ -53,7 +53,7 @@ class Recoverable(Protocol):
     groups: dict[str, Any]
 
     @property
-    def parts(self) -> Parts:
+    def stateful(self) -> StatefulObjects:
         """The driver's own state."""
 
     @property
@@ -121,7 +121,7 @@ class StepRetry(RetryPolicy):
             return
         start = time.perf_counter()
         engine_refs = self._resume_state.call_surviving(trainer.trained_groups(), "take_snapshot")
-        state = parts_in_memory(trainer.parts)
+        state = states_in_memory(trainer.stateful)
         self._snapshot = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
         self._resume_state.store(self._snapshot)
         trainer.context.lifecycle.report_step(trainer.global_steps)
@@ -251,6 +251,6 @@ class StepRetry(RetryPolicy):
             for role, group in trainer.trained_groups().items():
                 group.load_snapshot(snapshot.engine_refs[role])
             trainer.global_steps = snapshot.step
-            load_from_memory(trainer.parts, snapshot.parts)
+            load_from_memory(trainer.stateful, snapshot.states)
         with self._times.part("push"):
             trainer.reconnect()

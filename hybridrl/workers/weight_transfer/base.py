@@ -27,13 +27,13 @@ KEY = "actor_rollout_ref.rollout.weight_sync"
 
 @dataclass(frozen=True)
 class PushReceipt:
-    """The result of sending a push. parts: where a stored transport put the weights; None for a streaming one."""
+    """The result of sending a push. stored: where a stored transport put the weights; None for a streaming one."""
 
     transport: str
     fingerprint: int
     num_bytes: int
     num_buckets: int
-    parts: Any = None
+    stored: Any = None
 
 
 @dataclass(frozen=True)

@@ -129,14 +129,14 @@ def _write(fs: Any, folder: str, number: int, bucket: Bucket) -> str:
 def _tensors(sent: PushReceipt) -> Iterator[NamedTensor]:
     from safetensors.torch import load
 
-    fs, folder = _open(sent.parts)
+    fs, folder = _open(sent.stored)
     try:
         manifest = json.loads(fs.cat_file(f"{folder}/{MANIFEST}"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{sent.parts} holds no {MANIFEST}: can all machines access {KEY}.directory?") from error
+        raise CheckpointError(f"{sent.stored} holds no {MANIFEST}: can all machines access {KEY}.directory?") from error
     if manifest["fingerprint"] != sent.fingerprint:
         raise CheckpointError(
-            f"{sent.parts} holds other weights than were pushed: do two runs write to the same {KEY}.directory?"
+            f"{sent.stored} holds other weights than were pushed: do two runs write to the same {KEY}.directory?"
         )
     for name in manifest["files"]:
         named = load(fs.cat_file(f"{folder}/{name}")).items()

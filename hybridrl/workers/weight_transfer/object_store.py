@@ -38,8 +38,8 @@ class ObjectStoreSender(Sender):
         self._bucket_bytes = bucket_bytes
 
     def send(self, version: int, weights: OutgoingWeights) -> PushReceipt:
-        parts = store_buckets(weights, num_bytes=self._bucket_bytes, store=_put)
-        return PushReceipt(NAME, weights.fingerprint, weights.num_bytes, len(parts), parts)
+        stored = store_buckets(weights, num_bytes=self._bucket_bytes, store=_put)
+        return PushReceipt(NAME, weights.fingerprint, weights.num_bytes, len(stored), stored)
 
     def close(self) -> None:
         """Do nothing: Ray frees the objects when their references are gone."""
@@ -90,7 +90,7 @@ def _put(number: int, bucket: Bucket) -> tuple:
 def _tensors(sent: PushReceipt, timeout_s: float) -> Iterator[NamedTensor]:
     from ray.exceptions import ObjectLostError
 
-    for entries, reference in sent.parts:
+    for entries, reference in sent.stored:
         try:
             (array,) = wait_all([reference], role="actor", method="send_weights", timeout_s=timeout_s)
         except ObjectLostError as error:

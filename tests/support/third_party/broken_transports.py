@@ -22,7 +22,7 @@ class Rounds(ToyTransport):
 
 class RoundingReceiver(ToyReceiver):
     def receive(self, version, sent):
-        tensors = torch.load(sent.parts)
+        tensors = torch.load(sent.stored)
         rounded = ((n, t.bfloat16().to(t.dtype) if t.is_floating_point() else t) for n, t in tensors)
         return IncomingWeights(rounded, fingerprint=lambda: sent.fingerprint)
 

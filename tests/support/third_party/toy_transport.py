@@ -36,7 +36,7 @@ class ToySender(Sender):
 
 class ToyReceiver(Receiver):
     def receive(self, version: int, sent: PushReceipt | None) -> IncomingWeights:
-        return IncomingWeights(iter(torch.load(sent.parts)), fingerprint=lambda: sent.fingerprint)
+        return IncomingWeights(iter(torch.load(sent.stored)), fingerprint=lambda: sent.fingerprint)
 
 
 class ToyTransport(Transport):

@@ -77,7 +77,7 @@ def test_a_lost_store_is_replaced_within_the_snapshot_of_all_groups(state, group
     for parts in refs.values():
         assert group.add_up(parts) == [0, 200_000]
     stored = load_snapshot(find_actor(STORE))
-    assert (stored.step, stored.parts) == (2, {"driver": 2}) and stored.engine_refs.keys() == groups.keys()
+    assert (stored.step, stored.states) == (2, {"driver": 2}) and stored.engine_refs.keys() == groups.keys()
 
 
 def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):

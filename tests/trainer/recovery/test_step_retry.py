@@ -64,7 +64,7 @@ class Counter:
         self.context = RunContext()
 
     @property
-    def parts(self) -> dict:
+    def stateful(self) -> dict:
         return {"drawn": self.drawn}
 
     def trained_groups(self) -> dict:

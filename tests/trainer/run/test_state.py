@@ -10,7 +10,7 @@ from hybridrl.trainer.checkpoint.step_ledger import StepLedger
 from hybridrl.trainer.data.prompt_dataset import collate_fn
 from hybridrl.trainer.data.prompt_loader import PromptLoader, StepPrompts
 from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
-from hybridrl.trainer.run.state import load_from_memory, load_parts, parts_in_memory, save_parts
+from hybridrl.trainer.run.state import load_from_memory, load_states, save_states, states_in_memory
 
 
 class NumberedPrompts:
@@ -35,7 +35,7 @@ class Run:
         self.ledger.start()
 
     @property
-    def parts(self):
+    def stateful(self):
         return {
             "data": self.loader,
             "prompts": self.prompts,
@@ -61,29 +61,29 @@ class Run:
 def test_a_snapshot_brings_every_part_back_any_number_of_times(tmp_path):
     run = Run(tmp_path)
     run.step()
-    snapshot = parts_in_memory(run.parts)
+    snapshot = states_in_memory(run.stateful)
     expected = [run.step(), run.step()]
     for _ in range(2):
-        load_from_memory(run.parts, snapshot)
+        load_from_memory(run.stateful, snapshot)
         assert [run.step(), run.step()] == expected and run.ledger.step == 3
 
 
 def test_a_checkpoint_brings_every_part_back_in_another_process(tmp_path):
     run, other = Run(tmp_path / "run"), Run(tmp_path / "other")
     run.step()
-    state = save_parts(run.parts, str(tmp_path / "global_step_1"))
+    state = save_states(run.stateful, str(tmp_path / "global_step_1"))
     other.ledger.path, other.ledger.step = run.ledger.path, 1  # the same run; the trainer sets the step
-    load_parts(other.parts, state, str(tmp_path / "global_step_1"))
+    load_states(other.stateful, state, str(tmp_path / "global_step_1"))
     assert [other.step(), other.step()] == [run.step(), run.step()]
 
 
 def test_a_part_that_an_older_checkpoint_does_not_have_is_empty_or_named(tmp_path):
     run = Run(tmp_path)
     run.step()
-    state = save_parts(run.parts, str(tmp_path / "global_step_1"))
+    state = save_states(run.stateful, str(tmp_path / "global_step_1"))
     del state["replay"]
-    load_parts(run.parts, state, str(tmp_path / "global_step_1"))
+    load_states(run.stateful, state, str(tmp_path / "global_step_1"))
     assert len(run.replay) == 0
     state["kl_ctrl"] = {}
     with pytest.raises(CheckpointError, match="has no adaptive KL coefficient"):
-        load_parts(run.parts, state, str(tmp_path / "global_step_1"))
+        load_states(run.stateful, state, str(tmp_path / "global_step_1"))
