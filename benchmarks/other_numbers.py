@@ -2,8 +2,8 @@
 
     python benchmarks/other_numbers.py --verl DIR --trl DIR --openrlhf DIR
 
-Each DIR is an unpacked wheel (`_other_formulas.py`). Writes `tests/algos/data/{verl,trl,openrlhf}_formulas.json`. A
-case has our name and our settings of a formula, the samples (`tests/support/algos/samples.py`), and their results.
+Each DIR is an unpacked wheel (`_other_formulas.py`). Writes `tests/conformance/data/{verl,trl,openrlhf}_formulas.json`.
+A case has our name and our settings of a formula, the samples (`tests/support/algos/samples.py`), and their results.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
     folders = {name: folder for name, folder in vars(parser.parse_args()).items() if folder}
     for name, folder in folders.items():
         cases = list(SOURCES[name](folder))
-        path = ROOT / "tests" / "algos" / "data" / f"{name}_formulas.json"
+        path = ROOT / "tests" / "conformance" / "data" / f"{name}_formulas.json"
         lines = ",\n".join(json.dumps(found, separators=(",", ":")) for found in cases)
         path.write_text(f'{{"origin":"{version(folder)} (PyPI wheel)","cases":[\n{lines}\n]}}\n')
         print(f"{len(cases)} cases of {version(folder)}: {path}")

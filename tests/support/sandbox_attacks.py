@@ -1,4 +1,4 @@
-"""Attacks on the sandbox, as programs. `tests/rewards/sandbox/test_attacks.py` runs each; this prints what happened.
+"""Attacks on the sandbox, as programs. `tests/rewards/sandbox/test_runner.py` runs each; this prints what happened.
 
     python -m tests.support.sandbox_attacks [--isolation namespaces|bwrap] [--bwrap PATH] [--session]
 

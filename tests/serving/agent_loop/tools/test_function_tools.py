@@ -14,7 +14,7 @@ from hybridrl.serving.agent_loop.tools import function_tools
 from hybridrl.serving.agent_loop.tools.function_tools import call_tool, function_tool, row_arguments
 from hybridrl.serving.agent_loop.tools.tool_agent import ToolAgentLoop
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture

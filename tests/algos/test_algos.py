@@ -1,9 +1,11 @@
-"""The registries of formulas declare every built-in name by its address, so that a run loads only what it names."""
+"""The registries of formulas: built-in names are declared by address, so that a run loads only those that it names."""
 
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +40,16 @@ def test_looking_a_name_up_loads_its_module_alone():
 def test_a_name_of_ours_is_refused_to_a_user_also_before_it_is_loaded():
     with pytest.raises(ConfigError, match="the name 'gae' is taken by hybridrl.algos.advantages.temporal[.:]gae"):
         register_adv_est("gae")(lambda rewards, mask: None)
+
+
+def test_the_tables_of_the_page_have_every_estimator_and_every_loss():
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+
+    def first_cells(heading):
+        section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+        return {
+            name for row in re.findall(r"^\|([^|]*)\|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        }
+
+    assert first_cells("Estimators") - {"algorithm"} == set(ADVANTAGE_ESTIMATORS)
+    assert first_cells("Policy losses") - {"loss_mode"} == set(POLICY_LOSSES)
