@@ -1,6 +1,6 @@
 """Peak memory and CPU time of log-probs with their gradients, from whole logits and in parts.
 
-    python benchmarks/log_probs_memory.py                                         prints the table of docs/memory.md
+    python benchmarks/log_probs_memory.py                                         prints the table of docs/figures.md
     python benchmarks/log_probs_memory.py --tokens 1024 2048 --figure FILE.png    also draws it
 
 Float32, a vocabulary of 150,000, hidden size 64, one thread. Every cell is a process of its own; the two ways

@@ -1,6 +1,6 @@
 """Memory of an engine on one process, as `memory_plan` predicts it and as the operating system measures it.
 
-    python benchmarks/memory_plan.py                  prints the table of docs/memory.md
+    python benchmarks/memory_plan.py                  prints the table of docs/figures.md
     python benchmarks/memory_plan.py "packed"         one of its rows
 
 Each row is a process of its own, which trains a random model for two steps. Peaks are those of its resident memory
