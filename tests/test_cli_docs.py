@@ -1,4 +1,4 @@
-"""docs/graph.md and docs/master.md: their commands run as written, and docs/graph.md shows their output."""
+"""docs/graph.md and docs/master.md: their commands run as written, and docs/graph.md shows how their output begins."""
 
 import re
 import shlex
@@ -41,10 +41,10 @@ def test_a_graph_command_runs_as_written(line, tmp_path, monkeypatch, capsys):
     assert run(line) == 0, capsys.readouterr().err
 
 
-def test_the_table_on_the_page_is_what_its_command_prints(capsys):
+def test_the_table_on_the_page_is_the_beginning_of_what_its_command_prints(capsys):
     assert run(GRAPHS[0]) == 0
     (shown,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert capsys.readouterr().out == shown
+    assert len(shown.splitlines()) > 15 and capsys.readouterr().out.startswith(shown)
 
 
 def test_the_picture_on_the_page_has_the_texts_that_its_command_draws(tmp_path):
