@@ -96,7 +96,7 @@ def forward_kl_topk(
         teacher_log_probs_CK1: Their log-probs (C, K + 1), the last one that of all other tokens.
         min_log_prob: Lower limit of all of them. None: none.
     """
-    return forward_kl(_with_tail(log_probs_CV, teacher_ids_CK), teacher_log_probs_CK1, min_log_prob=min_log_prob)
+    return forward_kl(top_log_probs(log_probs_CV, teacher_ids_CK), teacher_log_probs_CK1, min_log_prob=min_log_prob)
 
 
 def reverse_kl_topk(
@@ -110,7 +110,7 @@ def reverse_kl_topk(
 
     The tail and the arguments are those of `forward_kl_topk`.
     """
-    return reverse_kl(_with_tail(log_probs_CV, teacher_ids_CK), teacher_log_probs_CK1, min_log_prob=min_log_prob)
+    return reverse_kl(top_log_probs(log_probs_CV, teacher_ids_CK), teacher_log_probs_CK1, min_log_prob=min_log_prob)
 
 
 def top_ids(log_probs_CV: torch.Tensor, k: int) -> torch.Tensor:
@@ -121,9 +121,13 @@ def top_ids(log_probs_CV: torch.Tensor, k: int) -> torch.Tensor:
 def top_log_probs(log_probs_CV: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor:
     """Return the log-probs of these tokens and of all others together, (C, K + 1).
 
-    The last column is that of the others.
+    The last column is that of the others. They are summed themselves: 1 - sum_k would cancel.
     """
-    return _with_tail(log_probs_CV, ids_CK)
+    ids_CK = ids_CK.long()
+    others_CV = log_probs_CV.scatter(1, ids_CK, NO_MASS)
+    tail_C1 = others_CV.logsumexp(dim=1, keepdim=True).clamp(min=NO_MASS)
+    empty = ids_CK.size(1) == log_probs_CV.size(1)
+    return torch.cat([log_probs_CV.gather(1, ids_CK), torch.full_like(tail_C1, NO_MASS) if empty else tail_C1], dim=1)
 
 
 def limited(losses: torch.Tensor, max_loss: float | None) -> torch.Tensor:
@@ -137,18 +141,6 @@ def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 def _at_least(limit: float | None, *log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.clamp(min=NO_MASS if limit is None else limit) for x in log_probs)
-
-
-def _with_tail(log_probs_CV: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of these tokens and of the rest.
-
-    The rest is summed itself: 1 - sum_k would cancel.
-    """
-    ids_CK = ids_CK.long()
-    others_CV = log_probs_CV.scatter(1, ids_CK, NO_MASS)
-    tail_C1 = others_CV.logsumexp(dim=1, keepdim=True).clamp(min=NO_MASS)
-    empty = ids_CK.size(1) == log_probs_CV.size(1)
-    return torch.cat([log_probs_CV.gather(1, ids_CK), torch.full_like(tail_C1, NO_MASS) if empty else tail_C1], dim=1)
 
 
 DIVERGENCES: Mapping[str, Callable[..., torch.Tensor]] = {

@@ -45,7 +45,7 @@ def row_wise(formula: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_one_value(column_BT: torch.Tensor) -> bool:
-    """Return whether all entries are one value in memory, as those of `policy_losses.registry.nowhere`."""
+    """Return whether all entries are one value in memory, as those of `policy_losses.policy_loss.nowhere`."""
     return not any(column_BT.stride())
 
 

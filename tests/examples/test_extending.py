@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.algos.advantages import ADVANTAGE_ESTIMATORS
-from hybridrl.algos.policy_losses.registry import POLICY_LOSSES
+from hybridrl.algos.policy_losses.policy_loss import POLICY_LOSSES
 from hybridrl.import_path import load_object
 from hybridrl.single_controller.worker import Worker
 from hybridrl.testing import check_rollout, check_transport

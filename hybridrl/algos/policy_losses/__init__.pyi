@@ -2,8 +2,8 @@ from . import covariance as covariance
 from .clipped import geo_mean as geo_mean
 from .clipped import gspo as gspo
 from .clipped import vanilla as vanilla
-from .registry import OWN_AGG_MODES as OWN_AGG_MODES
-from .registry import POLICY_LOSSES as POLICY_LOSSES
-from .registry import PolicyLoss as PolicyLoss
-from .registry import get_policy_loss as get_policy_loss
-from .registry import register_policy_loss as register_policy_loss
+from .policy_loss import OWN_AGG_MODES as OWN_AGG_MODES
+from .policy_loss import POLICY_LOSSES as POLICY_LOSSES
+from .policy_loss import PolicyLoss as PolicyLoss
+from .policy_loss import get_policy_loss as get_policy_loss
+from .policy_loss import register_policy_loss as register_policy_loss

@@ -1,6 +1,6 @@
 """The policy loss of bypass mode: two policies, the one that sampled and the one that is trained.
 
-Shape letters and results as in `registry.py`. `old_log_probs_BT` are those of the rollout, pi_rollout.
+Shape letters and results as in `policy_loss.py`. `old_log_probs_BT` are those of the rollout, pi_rollout.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hybridrl.algos.policy_losses.clipped import vanilla
-from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, register_policy_loss
+from hybridrl.algos.policy_losses.policy_loss import PolicyLoss, limited_log_ratio, register_policy_loss
 from hybridrl.algos.policy_losses.weighted import weighted_log_probs
 from hybridrl.algos.rollout_correction import Rejection, rejection_mask, rollout_is_weights
 

@@ -1,12 +1,12 @@
 """Policy losses that clip the ratio: PPO's surrogate, and its forms over whole sequences, GSPO and GMPO.
 
-Shape letters and results as in `registry.py`.
+Shape letters and results as in `policy_loss.py`.
 """
 
 import torch
 
 from hybridrl.algos.masked import masked_mean
-from hybridrl.algos.policy_losses.registry import (
+from hybridrl.algos.policy_losses.policy_loss import (
     MAX_LOG_SEQUENCE_RATIO,
     PolicyLoss,
     limited_log_ratio,

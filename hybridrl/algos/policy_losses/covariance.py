@@ -3,14 +3,20 @@
 These tokens lower the policy's entropy most. Which ones they are depends on the whole batch, and a worker sees
 micro-batches of one rank. So the driver selects once per step (`select_by_rank`, `select_at_random`), from the
 log-probs before the update, and the losses read the selection. The result depends neither on micro-batches and ranks
-nor on the order of rows. Shape letters and results as in `registry.py`.
+nor on the order of rows. Shape letters and results as in `policy_loss.py`.
 """
 
 import numpy as np
 import torch
 
 from hybridrl.algos.policy_losses.clipped import clipped_surrogate
-from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, nowhere, on_mask, register_policy_loss
+from hybridrl.algos.policy_losses.policy_loss import (
+    PolicyLoss,
+    limited_log_ratio,
+    nowhere,
+    on_mask,
+    register_policy_loss,
+)
 
 
 @register_policy_loss("clip_cov")

@@ -1,12 +1,18 @@
 """Policy losses that bound the update without a clip: SAPO's gate and DRO's quadratic penalty.
 
-Shape letters and results as in `registry.py`; r = exp(logp - old). Nothing is clipped, so `clipped_BT` is False.
+Shape letters and results as in `policy_loss.py`; r = exp(logp - old). Nothing is clipped, so `clipped_BT` is False.
 Their keyword arguments beside the clip ranges are settings of `actor.policy_loss`.
 """
 
 import torch
 
-from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, nowhere, on_mask, register_policy_loss
+from hybridrl.algos.policy_losses.policy_loss import (
+    PolicyLoss,
+    limited_log_ratio,
+    nowhere,
+    on_mask,
+    register_policy_loss,
+)
 from hybridrl.algos.row_wise import row_wise
 from hybridrl.errors import ConfigError
 

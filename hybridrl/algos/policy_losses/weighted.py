@@ -1,13 +1,19 @@
 """Policy losses of the form -sg[w] A logp: REINFORCE with a weight that has no gradient.
 
-Shape letters and results as in `registry.py`. sg: no gradient. The losses differ in the weight w, a function of
+Shape letters and results as in `policy_loss.py`. sg: no gradient. The losses differ in the weight w, a function of
 the ratio r = exp(logp - old). `clipped_BT` marks tokens whose weight is limited or 0.
 """
 
 import torch
 
 from hybridrl.algos.masked import masked_sum
-from hybridrl.algos.policy_losses.registry import PolicyLoss, limited_log_ratio, nowhere, on_mask, register_policy_loss
+from hybridrl.algos.policy_losses.policy_loss import (
+    PolicyLoss,
+    limited_log_ratio,
+    nowhere,
+    on_mask,
+    register_policy_loss,
+)
 from hybridrl.algos.row_wise import row_wise
 
 MAX_DPPO_RATIO = 20.0
@@ -141,9 +147,7 @@ def dppo_kl(
     `clip_c` is unused.
     """
     log_ratio_BT = limited_log_ratio(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT)
-    p_BT, old_BT = (
-        x.detach().exp().clamp(PROBABILITY_EPS, 1 - PROBABILITY_EPS) for x in (log_probs_BT, old_log_probs_BT)
-    )
+    p_BT, old_BT = _probabilities(log_probs_BT), _probabilities(old_log_probs_BT)
     divergence_BT = old_BT * (old_BT / p_BT).log() + (1 - old_BT) * ((1 - old_BT) / (1 - p_BT)).log()
     rises_BT = advantages_BT > 0
     left_BT = torch.where(

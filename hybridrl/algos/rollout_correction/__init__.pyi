@@ -1,12 +1,12 @@
+from .mismatch import MAX_LOG_RATIO as MAX_LOG_RATIO
+from .mismatch import effective_sample_share as effective_sample_share
+from .mismatch import log_ratio as log_ratio
 from .mismatch import mismatch_stats as mismatch_stats
 from .rejection import DIVERGENCES as DIVERGENCES
 from .rejection import Rejection as Rejection
 from .rejection import rejection_mask as rejection_mask
 from .rejection import rejection_stats as rejection_stats
-from .weights import MAX_LOG_RATIO as MAX_LOG_RATIO
-from .weights import effective_sample_share as effective_sample_share
 from .weights import importance_ratios as importance_ratios
-from .weights import log_ratio as log_ratio
 from .weights import normalize_weights as normalize_weights
 from .weights import rollout_is_weights as rollout_is_weights
 from .weights import weight_stats as weight_stats

@@ -7,8 +7,14 @@ import math
 
 import torch
 
-from hybridrl.algos.masked import masked_mean
-from hybridrl.algos.rollout_correction.weights import MAX_LOG_RATIO, effective_sample_share, log_ratio
+from hybridrl.algos.masked import masked_mean, masked_sum
+from hybridrl.algos.shapes import check_same_shape
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20 before exp, as in verl.
+
+e^20 is far above any threshold and still a float32.
+"""
 
 NAMES = (
     *("kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_diff"),
@@ -56,3 +62,21 @@ def mismatch_stats(
         effective_sample_share(limited_BT.exp(), mask_BT),
     )
     return {name: float(value) for name, value in zip(NAMES, stats, strict=True)}
+
+
+def log_ratio(
+    old_log_probs_BT: torch.Tensor, rollout_log_probs_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """Return log pi_old - log pi_rollout (B, T), 0 off the mask. Not clamped."""
+    check_same_shape(old_log_probs=old_log_probs_BT, rollout_log_probs=rollout_log_probs_BT, mask=mask_BT)
+    difference_BT = (old_log_probs_BT - rollout_log_probs_BT).detach()
+    return torch.where(mask_BT.bool(), difference_BT, torch.zeros_like(difference_BT))
+
+
+def effective_sample_share(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return (sum w)^2 / (n sum w^2) over the n tokens on the mask.
+
+    1 if all weights are equal, 1/n if one token has all the weight.
+    """
+    squared = masked_sum(weights_BT, mask_BT) ** 2
+    return squared / (mask_BT.bool().sum() * masked_sum(weights_BT**2, mask_BT)).clamp(min=1e-30)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hybridrl.algos.masked import masked_mean, masked_sum
-from hybridrl.algos.rollout_correction.weights import MAX_LOG_RATIO, log_ratio
+from hybridrl.algos.rollout_correction.mismatch import MAX_LOG_RATIO, log_ratio
 
 
 class Rejection(NamedTuple):

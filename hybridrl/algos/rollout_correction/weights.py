@@ -8,15 +8,10 @@ import math
 
 import torch
 
-from hybridrl.algos.masked import masked_mean, masked_sum
-from hybridrl.algos.shapes import check_same_shape
+from hybridrl.algos.masked import masked_mean
+from hybridrl.algos.rollout_correction.mismatch import MAX_LOG_RATIO, effective_sample_share, log_ratio
 
 LEVELS = ("token", "sequence")
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp, as in verl.
-
-e^20 is far above any threshold and still a float32.
-"""
 MIN_MEAN_WEIGHT = 1e-8
 """Below it, weights are not divided by their mean; verl's value."""
 
@@ -71,15 +66,6 @@ def importance_ratios(
     return torch.where(mask_BT.bool(), ratio_BT, torch.zeros_like(ratio_BT))
 
 
-def log_ratio(
-    old_log_probs_BT: torch.Tensor, rollout_log_probs_BT: torch.Tensor, mask_BT: torch.Tensor
-) -> torch.Tensor:
-    """Return log pi_old - log pi_rollout (B, T), 0 off the mask. Not clamped."""
-    check_same_shape(old_log_probs=old_log_probs_BT, rollout_log_probs=rollout_log_probs_BT, mask=mask_BT)
-    difference_BT = (old_log_probs_BT - rollout_log_probs_BT).detach()
-    return torch.where(mask_BT.bool(), difference_BT, torch.zeros_like(difference_BT))
-
-
 def normalize_weights(
     weights_BT: torch.Tensor, mask_BT: torch.Tensor, *, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,15 +80,6 @@ def normalize_weights(
     mean = weights_N.mean()
     mean = torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
     return (weights_BT / mean).to(weights_BT.dtype), mean
-
-
-def effective_sample_share(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return (sum w)^2 / (n sum w^2) over the n tokens on the mask.
-
-    1 if all weights are equal, 1/n if one token has all the weight.
-    """
-    squared = masked_sum(weights_BT, mask_BT) ** 2
-    return squared / (mask_BT.bool().sum() * masked_sum(weights_BT**2, mask_BT)).clamp(min=1e-30)
 
 
 def weight_stats(

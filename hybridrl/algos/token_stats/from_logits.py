@@ -7,15 +7,14 @@ sharded over ranks by vocabulary (tensor parallelism) are not handled here. Seco
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from hybridrl.algos.token_stats.from_states import MIN_LOG_PROB, TokenStats
 from hybridrl.errors import DataError
 
-MIN_LOG_PROB = -1000.0
-"""Lower limit of log-probs. A float32 probability below it is exactly 0; with -inf, p log p would be NaN."""
 CPU_CHUNK_ELEMENTS = 2**18
 """Logits converted at a time on a CPU: 1 MiB of float32 stays in its cache."""
 DEVICE_CHUNK_ELEMENTS = 2**26
@@ -48,24 +47,6 @@ def log_probs_and_entropy(
     """
     found = token_stats(logits_NV, labels_N, temperature=temperature, with_entropy=with_entropy, chunk=chunk)
     return found.log_probs_N, found.entropy_N
-
-
-class TokenStats(NamedTuple):
-    """Numbers of each token, (N,) float32; None where they were not asked for.
-
-    Attributes:
-        log_probs_N, entropy_N: See `log_probs_and_entropy`.
-        sum_pi_squared_N: sum_v p_nv^2, without gradient: the probability that two draws are the same token.
-    """
-
-    log_probs_N: torch.Tensor
-    entropy_N: torch.Tensor | None
-    sum_pi_squared_N: torch.Tensor | None
-
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Return what was asked for, by the names of an engine's outputs: log_probs, entropy, sum_pi_squared."""
-        found = {name.removesuffix("_N"): column for name, column in self._asdict().items()}
-        return {name: column for name, column in found.items() if column is not None}
 
 
 def token_stats(

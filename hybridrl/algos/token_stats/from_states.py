@@ -12,21 +12,40 @@ Second derivatives are not defined.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hybridrl.algos.token_stats.from_logits import MIN_LOG_PROB, TokenStats
 from hybridrl.errors import DataError
 
+MIN_LOG_PROB = -1000.0
+"""Lower limit of log-probs. A float32 probability below it is exactly 0; with -inf, p log p would be NaN."""
 CPU_TILE = 2**20
 """Logits of a tile on a CPU, unless the caller says otherwise: 4 MiB of float32."""
 DEVICE_TILE = 2**26
 """Logits of a tile elsewhere: 256 MiB of float32, enough for matrix products at full speed."""
 LOWEST = -1e30
 """Stands for the largest logit of no logits. A difference of two such numbers is finite, and exp of it is 0 or 1."""
+
+
+class TokenStats(NamedTuple):
+    """Numbers of each token, (N,) float32; None where they were not asked for.
+
+    Attributes:
+        log_probs_N, entropy_N: See `from_logits.log_probs_and_entropy`.
+        sum_pi_squared_N: sum_v p_nv^2, without gradient: the probability that two draws are the same token.
+    """
+
+    log_probs_N: torch.Tensor
+    entropy_N: torch.Tensor | None
+    sum_pi_squared_N: torch.Tensor | None
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return what was asked for, by the names of an engine's outputs: log_probs, entropy, sum_pi_squared."""
+        found = {name.removesuffix("_N"): column for name, column in self._asdict().items()}
+        return {name: column for name, column in found.items() if column is not None}
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,6 @@ the version of the policy that is about to be trained minus the version that gen
 import torch
 
 from hybridrl.algos import rollout_correction
-from hybridrl.algos.rollout_correction.weights import (
-    importance_ratios,
-    normalize_weights,
-    rollout_is_weights,
-    weight_stats,
-)
 from hybridrl.config.schema.rollout_correction import CorrectionPlan
 from hybridrl.protocol import DataProto
 
@@ -69,10 +63,10 @@ Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _weights(samples: Samples, plan: CorrectionPlan) -> tuple[torch.Tensor, dict[str, float]]:
     assert plan.rollout_is is not None
     mask, level, high, low = samples[2], plan.rollout_is, plan.is_threshold, plan.is_lower
-    weights = rollout_is_weights(*samples, level=level, threshold=high, lower=low)
-    ratios = importance_ratios(*samples, level=level)
-    stats = weight_stats(weights, ratios, mask, level=level, threshold=high, lower=low)
+    weights = rollout_correction.rollout_is_weights(*samples, level=level, threshold=high, lower=low)
+    ratios = rollout_correction.importance_ratios(*samples, level=level)
+    stats = rollout_correction.weight_stats(weights, ratios, mask, level=level, threshold=high, lower=low)
     if plan.batch_normalize:
-        weights, mean = normalize_weights(weights, mask, level=level)
+        weights, mean = rollout_correction.normalize_weights(weights, mask, level=level)
         stats["rollout_is_batch_norm_factor"] = float(mean)
     return weights, stats

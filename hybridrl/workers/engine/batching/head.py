@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybridrl.algos.token_stats import FinalLogits, TokenStats, token_stats_of_states
+from hybridrl.algos.token_stats.from_states import FinalLogits, TokenStats, token_stats_of_states
 from hybridrl.workers.engine.batching.layout import TokenLayout
 
 logger = logging.getLogger(__name__)

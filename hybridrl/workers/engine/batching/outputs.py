@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrl.algos.token_stats import TokenStats, of_log_probs, token_stats
+from hybridrl.algos import token_stats
+from hybridrl.algos.token_stats.from_states import TokenStats
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import TokenTerm
@@ -121,7 +122,7 @@ class OutputReader:
             self._wanted_states is not None
         ):  # the hook did not run: the model does not call its output embedding as a module
             logits, self._wanted_states = logits[layout.state], None
-        stats = token_stats(
+        stats = token_stats.token_stats(
             logits,
             layout.labels,
             temperature=self.temperature,
@@ -131,7 +132,7 @@ class OutputReader:
         found = stats.by_name()
         for name in self.terms.keys() & {*outputs}:
             term = self.terms[name]
-            found[name] = of_log_probs(
+            found[name] = token_stats.of_log_probs(
                 logits, term.fn, [columns[column] for column in term.columns], temperature=self.temperature
             )
         return found

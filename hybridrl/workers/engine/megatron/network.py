@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from hybridrl.algos.token_stats import VocabularyShard, token_stats_of_states
+from hybridrl.algos.token_stats.from_states import VocabularyShard, token_stats_of_states
 from hybridrl.workers.engine.megatron.architecture import rotary
 from hybridrl.workers.engine.megatron.layers import layer_spec
 

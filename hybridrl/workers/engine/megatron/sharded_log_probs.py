@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hybridrl.algos.token_stats import TokenStats
+from hybridrl.algos.token_stats.from_states import TokenStats
 
 IMPOSSIBLE = -1e30
 """Logit of a padding column. Its probability is exactly 0; -inf would make p log p NaN."""
