@@ -56,6 +56,17 @@ def from_dict(schema: type[Schema], nested: Mapping[str, Any]) -> Schema:
     return config
 
 
+def from_section(schema: type[Schema], nested: Mapping[str, Any], *, key: str) -> Schema:
+    """Return `schema` filled from the mapping that the setting `key` holds.
+
+    Raises:
+        ConfigError: One line for each error, with the whole key.
+    """
+    found, problems = build(schema, nested)
+    raise_problems(f"{key}.{problem}" for problem in problems)
+    return found
+
+
 def build(schema: type[Schema], nested: Mapping[str, Any]) -> tuple[Schema, list[str]]:
     """Return `schema` filled from `nested`, and a line for each error.
 

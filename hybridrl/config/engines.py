@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.config.build import build, raise_problems
+from hybridrl.config.build import from_section
 from hybridrl.config.introspection import to_dict
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
@@ -81,6 +81,4 @@ def single_process_layout(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfi
 def _own_settings(strategy: str, values: Mapping[str, Any], *, key: str) -> EngineSettings:
     """Return `engine_config` as the dataclass that the engine's class declares."""
     schema = getattr(ENGINES.lookup(strategy, setting=f"{key}.strategy"), "Config", EngineSettings)
-    settings, problems = build(schema, values)
-    raise_problems([f"{key}.engine_config.{problem}" for problem in problems])
-    return settings
+    return from_section(schema, values, key=f"{key}.engine_config")

@@ -30,8 +30,10 @@ def suggest_key(name: str, known: Collection[str]) -> str:
     if near := nearest_keys(name, known):
         return f"{name}: there is no such key; did you mean {' or '.join(near)}?"
     section = name.rpartition(".")[0]
-    beside = sorted(key.rpartition(".")[2] for key in known if section and key.rpartition(".")[0] == section)
-    hint = f"{section} has {', '.join(beside)}" if 0 < len(beside) <= MAX_LISTED else "--help lists all keys"
+    is_listed = bool(section) or not any("." in key for key in known)
+    beside = sorted(key.rpartition(".")[2] for key in known if is_listed and key.rpartition(".")[0] == section)
+    listed = f"{section} has" if section else "there are"
+    hint = f"{listed} {', '.join(beside)}" if 0 < len(beside) <= MAX_LISTED else "--help lists all keys"
     return f"{name}: there is no such key; {hint}"
 
 

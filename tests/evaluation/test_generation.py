@@ -103,7 +103,7 @@ def test_a_response_without_a_score_is_left_out_and_counted(tmp_path, capsys, ca
         (main_generation, ["data.path=absent.parquet"], "data.path=absent.parquet: there is no such file"),
         (main_eval, ["data.output_path=/proc/x/y.jsonl"], "has no column 'responses'"),
         (main_eval, [], "data.path=[]: nothing to read"),
-        (main_eval, ["reward_model.limits={memory: 3}"], "reward_model.limits.memory: there is no such limit"),
+        (main_eval, ["reward_model.limits={memory: 3}"], "reward_model.limits.memory: there is no such key"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_first(program, arguments, text, capsys, tmp_path):

@@ -236,10 +236,10 @@ def test_secrets_of_the_environment_are_not_seen_unless_named(pool, monkeypatch)
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"memory": 3}, "reward_model.limits.memory: there is no such limit; there are memory_mb, file_mb"),
-        ({"memory_mb": 0}, "reward_model.limits.memory_mb=0: must be a number above 0"),
-        ({"processes": 1.5}, "reward_model.limits.processes=1.5: must be a whole number above 0"),
-        ({"env": "KEY"}, "reward_model.limits.env='KEY': must be a list of names"),
+        ({"memory": 3}, "reward_model.limits.memory: there is no such key; there are env, file_mb, memory_mb"),
+        ({"memory_mb": 0}, "reward_model.limits.memory_mb=0: must be > 0"),
+        ({"processes": 1.5}, "reward_model.limits.processes=1.5: must be a whole number"),
+        ({"env": [None]}, "reward_model.limits.env=[null]: must be text"),
     ],
 )
 def test_limits_that_are_none_are_refused(limits, message):

@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hybridrl.cli.verl.shell_words import ARRAY, Token, tokens
+from hybridrl.cli.verl.shell_words import ARRAY, Token, bracket_end, tokens
 from hybridrl.errors import ConfigError
 
 UNKNOWN = "\0"  # encloses what could not be resolved
 END_WORDS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "{": "}"}
+TESTS = ("[", "[[", "test")
 DECLARATIONS = ("export", "local", "readonly", "declare")
 NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": int.__eq__,
@@ -56,20 +57,16 @@ class _Script:
     values: dict[str, list[str]] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
 
-    def run(self, code: list[Token]) -> None:
-        """Follow the commands of `code`, one after another."""
-        place, link = 0, ";"
+    def run(self, code: list[Token]) -> bool | None:
+        """Follow the commands of `code`, one after another; return the last one's status, None if it is unknown."""
         status: bool | None = True
-        while place < len(code):
-            end = _command_end(code, place)
-            command = _without_newlines(code[place:end])
-            if command and (link == ";" or status is None or status == (link == "&&")):
+        for link, command in _linked_commands(code):
+            if link == ";" or status is None or status == (link == "&&"):
                 done = self._command(command)
                 status = done if link == ";" or status is not None else None
                 if link != ";" and status is None:
                     self._forget(command)
-            link = code[end].text if end < len(code) and code[end].text in ("&&", "||") else ";"
-            place = end + 1
+        return status
 
     def _command(self, command: list[Token]) -> bool | None:
         """Follow one command; return its status, None if it is unknown."""
@@ -80,8 +77,8 @@ class _Script:
             self._case(command)
         elif first in END_WORDS or (len(command) > 1 and command[1].text == "("):
             self._forget(command)
-        elif first in ("[", "[[", "test"):
-            return self._test([word for token in command for word in self.words(token)])
+        elif first in TESTS:
+            return self._test([word for token in command for word in self.words(token, split=False)])
         else:
             self._simple(command)
         return True
@@ -115,24 +112,11 @@ class _Script:
 
     def _condition(self, code: list[Token]) -> bool | None:
         """Return whether a condition holds; None if it is not made of tests that can be decided."""
-        result: bool | None = True
-        link, place = "&&", 0
-        while place < len(code):
-            end = _command_end(code, place)
-            command = _without_newlines(code[place:end])
-            if command:
-                if command[0].plain not in ("[", "[[", "test"):
-                    return None
-                found = self._test([word for token in command for word in self.words(token, split=False)])
-                if found is None or result is None:
-                    return None
-                result = (result and found) if link == "&&" else (result or found)
-            link = code[end].text if end < len(code) and code[end].text in ("&&", "||") else link
-            place = end + 1
-        return result
+        is_decidable = all(command[0].plain in TESTS for _, command in _linked_commands(code))
+        return self.run(code) if is_decidable else None
 
     def _test(self, words: list[str]) -> bool | None:
-        inner = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
+        inner = [word for word in words if word not in (*TESTS, "]", "]]")]
         if any(UNKNOWN in word for word in inner):
             return None
         if inner[:1] == ["!"]:
@@ -267,14 +251,20 @@ def _unquoted(text: str) -> str:
 def _expansion_end(text: str, start: int) -> int:
     """Return the place behind the expansion that begins at `start`."""
     if text[start + 1 : start + 2] in ("{", "("):
-        opening, closing, depth = text[start + 1], {"{": "}", "(": ")"}[text[start + 1]], 0
-        for place in range(start + 1, len(text)):
-            depth += (text[place] == opening) - (text[place] == closing)
-            if depth == 0:
-                return place + 1
-        raise ConfigError(f"{text[start:].splitlines()[0]}: a bracket is not closed")
+        return bracket_end(text, start + 1)
     found = re.match(r"\$(\w+|[@*#?])?", text[start:])
     return start + (found.end() if found else 1)
+
+
+def _linked_commands(code: list[Token]) -> Iterator[tuple[str, list[Token]]]:
+    """Yield each command with what links it to the one before: `&&`, `||`, or ; for all else."""
+    place, link = 0, ";"
+    while place < len(code):
+        end = _command_end(code, place)
+        if command := list(itertools.dropwhile(lambda token: token.text == "\n", code[place:end])):
+            yield link, command
+        link = code[end].text if end < len(code) and code[end].text in ("&&", "||") else ";"
+        place = end + 1
 
 
 def _command_end(code: list[Token], start: int) -> int:
@@ -328,11 +318,6 @@ def _cases(command: list[Token]) -> Iterator[tuple[list[Token], list[Token]]]:
             end = _command_end(command, end) if nested else end + 1
         yield patterns, command[closing + 1 : end]
         place = end + 1
-
-
-def _without_newlines(code: list[Token]) -> list[Token]:
-    """Return the command without empty lines before it."""
-    return list(itertools.dropwhile(lambda token: token.text == "\n", code))
 
 
 def _without_redirections(words: list[Token]) -> Iterator[Token]:

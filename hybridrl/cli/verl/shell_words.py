@@ -9,6 +9,11 @@ from hybridrl.errors import ConfigError
 WORD, ARRAY, OPERATOR = "word", "array", "operator"
 SEPARATORS = ("\n", ";", ";;", "&&", "||", "|", "&")
 OPERATORS = ("&&", "||", ";;", "<<<", "<<", ">>", ">&", "&>", ";", "|", "&", "(", ")", "<", ">")
+SIGN = re.compile("\n|" + "|".join(map(re.escape, OPERATORS)))
+SKIPPED = re.compile(r"(?:\\\n|[ \t\r]|#.*)*")  # continued lines, blanks, comments
+WORD_ENDS = " \t\r\n;|&()<>"
+PLAIN = re.compile(rf"[^{WORD_ENDS}'\"\\$]*")
+ARRAY_HEAD = re.compile(r"([A-Za-z_]\w*)(\+?)=\(")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 
@@ -86,37 +91,21 @@ class _Reader:
         self._place = 0
 
     def next(self) -> Token | None:
-        text = self._text
-        while self._place < len(text):
-            rest = text[self._place :]
-            if rest.startswith("\\\n"):
-                self._place += 2
-            elif text[self._place] in " \t\r":
-                self._place += 1
-            elif text[self._place] == "#":
-                self._place += rest.find("\n")
-            elif text[self._place] == "\n":
-                self._place += 1
-                return Token(OPERATOR, "\n")
-            elif found := next((sign for sign in OPERATORS if rest.startswith(sign)), None):
-                self._place += len(found)
-                return Token(OPERATOR, found)
-            else:
-                return self._word()
-        return None
-
-    def _word(self) -> Token:
+        self._place = SKIPPED.match(self._text, self._place).end()  # type: ignore[union-attr] # it matches nothing, too
+        if self._place >= len(self._text):
+            return None
+        if sign := SIGN.match(self._text, self._place):
+            self._place = sign.end()
+            return Token(OPERATOR, sign[0])
+        if head := ARRAY_HEAD.match(self._text, self._place):
+            return self._array(head)
         start, parts = self._place, []
-        array = re.compile(r"([A-Za-z_]\w*)(\+?)=\(").match(self._text, start)
-        if array:
-            return self._array(array)
-        while self._place < len(self._text) and self._text[self._place] not in " \t\r\n;|&()<>":
+        while self._text[self._place : self._place + 1] not in WORD_ENDS:  # at the end, too
             parts.append(self._part())
         text = self._text[start : self._place]
         assigned = ASSIGNMENT.match(text)
-        return Token(
-            WORD, text, tuple(parts), name=assigned[1] if assigned else "", appends=bool(assigned and assigned[2])
-        )
+        name, sign_of_more = (assigned[1], assigned[2]) if assigned else ("", "")
+        return Token(WORD, text, tuple(parts), name=name, appends=bool(sign_of_more))
 
     def _array(self, head: re.Match[str]) -> Token:
         self._place = head.end()
@@ -142,28 +131,32 @@ class _Reader:
             return self._text[self._place - 1], "'"
         start = self._place
         if quote == "$" and self._text[start + 1 : start + 2] in ("{", "("):
-            self._place = self._bracket_end(start + 1)
+            self._place = bracket_end(self._text, start + 1)
         else:
-            self._place += 1
-            while self._place < len(self._text) and self._text[self._place] not in " \t\r\n;|&()<>'\"\\$":
-                self._place += 1
+            self._place = PLAIN.match(self._text, start + 1).end()  # type: ignore[union-attr] # it matches nothing, too
         return self._text[start : self._place], ""
 
     def _closing(self, quote: str, start: int) -> int:
         place = start
         while place < len(self._text) and self._text[place] != quote:
             if quote == '"' and self._text.startswith("$(", place):
-                place = self._bracket_end(place + 1)
+                place = bracket_end(self._text, place + 1)
             else:
                 place += 2 if quote == '"' and self._text[place] == "\\" else 1
         if place >= len(self._text):
             raise ConfigError(f"{self._text[start - 1 :].splitlines()[0]}: the quote is not closed")
         return place
 
-    def _bracket_end(self, start: int) -> int:
-        opening, closing, depth = self._text[start], {"{": "}", "(": ")"}[self._text[start]], 0
-        for place in range(start, len(self._text)):
-            depth += (self._text[place] == opening) - (self._text[place] == closing)
-            if depth == 0:
-                return place + 1
-        raise ConfigError(f"{self._text[start - 1 :].splitlines()[0]}: a bracket is not closed")
+
+def bracket_end(text: str, start: int) -> int:
+    """Return the place behind the bracket that closes the one at `start`.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    opening, closing, depth = text[start], {"{": "}", "(": ")"}[text[start]], 0
+    for place in range(start, len(text)):
+        depth += (text[place] == opening) - (text[place] == closing)
+        if depth == 0:
+            return place + 1
+    raise ConfigError(f"{text[start - 1 :].splitlines()[0]}: a bracket is not closed")

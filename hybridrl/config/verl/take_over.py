@@ -30,40 +30,9 @@ LOGGERS: Mapping[str, str | None] = {
     **dict.fromkeys(("clearml", "rl_insight", "swanlab", "trackio", "vemlp_wandb")),
 }
 """Loggers that only verl has, and ours instead, if there is one. Any other unknown name is a mistake."""
-MEGATRON = "actor_rollout_ref.actor.megatron"
+OFFLOAD = "actor_rollout_ref.actor.megatron.param_offload"
+DISTRIBUTED = "actor_rollout_ref.actor.megatron.use_distributed_optimizer"
 LINE_KEYS = 12  # keys that a line of the log names; import-verl shows all
-
-
-@dataclass(frozen=True)
-class Companion:
-    """A value that a command line of verl needs here because of others; the result is the same.
-
-    Attributes:
-        when: Keys and the values with which it is needed.
-        unless: Keys that begin like one of these are a reason not to.
-        key, value: What is set.
-        cause: The word that is named as the cause if the key is not given.
-        reason: Why.
-    """
-
-    when: Mapping[str, tuple[str, ...]]
-    unless: tuple[str, ...]
-    key: str
-    value: str
-    cause: str
-    reason: str
-
-
-COMPANIONS = (
-    Companion(
-        when={f"{MEGATRON}.param_offload": ("true",)},
-        unless=(f"{MEGATRON}.use_distributed_optimizer",),
-        key=f"{MEGATRON}.use_distributed_optimizer",
-        value="false",
-        cause=f"{MEGATRON}.param_offload=True",
-        reason="parameters are offloaded without the distributed optimizer only",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -147,21 +116,16 @@ def take_over(schema: type, words: Sequence[str]) -> Takeover:
     for _ in range(2):  # the second time, rows that compare with another key know the value it was given
         taken = _Pass(schema, given).run(parsed)
         given = {word.key: word.value for word in map(_parse, taken.words)}
-    return _with_companions(taken, given) if taken.changes else taken
+    return _without_distributed_optimizer(taken, given) if taken.changes else taken
 
 
-def _with_companions(taken: Takeover, given: Mapping[str, Any]) -> Takeover:
-    """Return the command line of verl with the values that only work together there replaced."""
-    words = {_parse(word).key or word: word for word in taken.words}
-    changes = list(taken.changes)
-    for companion in COMPANIONS:
-        asked = all(text_of(given.get(key)) in values for key, values in companion.when.items())
-        if asked and not any(key.startswith(companion.unless) for key in given):
-            theirs = words.get(companion.key, companion.cause)
-            ours = f"{companion.key}={companion.value}"
-            words[companion.key] = ours
-            changes.append(Change(theirs, RowKind.RENAMED, (ours,), companion.reason))
-    return Takeover(list(words.values()), changes)
+def _without_distributed_optimizer(taken: Takeover, given: Mapping[str, Any]) -> Takeover:
+    """Return a command line of verl that offloads Megatron's parameters with the optimizer that this needs here."""
+    if text_of(given.get(OFFLOAD)) != "true" or any(key.startswith(DISTRIBUTED) for key in given):
+        return taken
+    ours, reason = f"{DISTRIBUTED}=false", "parameters are offloaded without the distributed optimizer only"
+    change = Change(f"{OFFLOAD}=True", RowKind.RENAMED, (ours,), reason)
+    return Takeover([*taken.words, ours], [*taken.changes, change])
 
 
 def preset_words(name: str | None, folder: str | None) -> Sequence[str] | None:

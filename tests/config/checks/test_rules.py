@@ -331,9 +331,9 @@ def check(tmp_path):
         ("reward_model.enable=true", "set reward_model.model.path"),
         (
             "reward_model.limits.memory_gb=3",
-            "reward_model.limits.memory_gb: there is no such limit",
+            "reward_model.limits.memory_gb: there is no such key; did you mean memory_mb?",
         ),
-        ("reward_model.limits.memory_mb=-3", "reward_model.limits.memory_mb=-3: must be a number above 0"),
+        ("reward_model.limits.memory_mb=-3", "reward_model.limits.memory_mb=-3: must be > 0"),
         ("reward_model.model.path=some/model", "set reward_model.enable=true"),
         ("data.custom_cls.name=Mine", "data.custom_cls.path=null: a dataset class needs both"),
         (

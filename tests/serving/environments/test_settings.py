@@ -59,7 +59,7 @@ def test_an_entry_says_how_its_processes_are_started(tmp_path):
         ({"num_processes": True}, "num_processes=True: must be from 1 to 4096"),
         ({"reward": "mean"}, "reward='mean': must be one of sum, last, none"),
         ({"python": "/absent/python"}, "python=/absent/python: there is no such program"),
-        ({"limits": {"memory": 3}}, ".limits.memory: there is no such limit"),
+        ({"limits": {"memory": 3}}, ".limits.memory: there is no such key"),
     ],
 )
 def test_a_wrong_entry_is_refused_with_its_place(tmp_path, entry, text):
