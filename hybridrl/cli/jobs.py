@@ -4,10 +4,12 @@ import argparse
 import shlex
 import sys
 
-from hybridrl import main_job, master
+from hybridrl import main_job
 from hybridrl.driver.resume_command import has_command, resume_arguments, resume_run
 from hybridrl.errors import ConfigError
 from hybridrl.failure_policy import to_text as policy_text
+from hybridrl.master.jobs.resume import find_journals, resume_job
+from hybridrl.master.jobs.submit import RunningJob
 from hybridrl.master.service import console
 from hybridrl.master.state.tables import to_text as states_text
 
@@ -39,14 +41,14 @@ def show_or_stop(arguments: argparse.Namespace) -> None:
 
 def resume(arguments: argparse.Namespace) -> int:
     """Run `hybridrl job resume` and return its exit code."""
-    if has_command(arguments.run) or not master.find_journals(arguments.run):
+    if has_command(arguments.run) or not find_journals(arguments.run):
         return _resume_main_ppo(arguments)
     if arguments.changes or arguments.print:
         raise ConfigError(
             f"{arguments.run}: is a submitted job; key=value and --print are for main_ppo, submit it again to change it"
         )
-    resumed = master.resume_job(arguments.run, blocking=not arguments.no_wait, address=arguments.address)
-    if not isinstance(resumed, master.RunningJob):
+    resumed = resume_job(arguments.run, blocking=not arguments.no_wait, address=arguments.address)
+    if not isinstance(resumed, RunningJob):
         return resumed
     sys.stdout.write(f"{resumed.name} has started; its journal: {resumed.journal}\n")
     return 0

@@ -9,10 +9,14 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from hybridrl import main_ppo, planning, simulation
+from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
-from hybridrl.planning import Candidate, Devices, Moment, PlannedProcess
+from hybridrl.planning.choices import Candidate, Devices, candidates
+from hybridrl.planning.processes import Moment, PlannedProcess
+from hybridrl.simulation.costs import DEVICES, Costs, Model
+from hybridrl.simulation.lengths import Lengths
+from hybridrl.simulation.run import Simulation, simulate
 from hybridrl.workers.engine.memory_plan import MemoryParts
 from hybridrl.workers.engine.model_shape import ModelShape
 
@@ -32,7 +36,7 @@ def plan(arguments: argparse.Namespace) -> int:
     devices = Devices(read_shape=read_shape, device=device, memory=memory, budget=USABLE * memory)
     processes = devices.plan(config)
     problem = devices.problem(config, processes)
-    found = [*planning.candidates(config, devices)]
+    found = [*candidates(config, devices)]
     best = next((candidate for candidate in found if not candidate.problem), None)
     if arguments.apply:
         sys.stdout.write(overrides(best) if best else f"nothing fits: {found[0].problem}\n")
@@ -85,10 +89,10 @@ def expected_step(config: PPOConfig, device: str) -> str:
     """Return a line with the expected seconds of a step's stages, by the simulation of the schedule."""
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     shape = read_shape(str(policy.model.path))
-    run = simulation.Simulation(
-        costs=simulation.Costs(
-            simulation.DEVICES[device],
-            simulation.Model(shape.params, shape.layers, shape.hidden, shape.kv_width),
+    run = Simulation(
+        costs=Costs(
+            DEVICES[device],
+            Model(shape.params, shape.layers, shape.hidden, shape.kv_width),
             max_num_seqs=policy.rollout.max_num_seqs,
             prompt_tokens=data.max_prompt_length,
         ),
@@ -99,12 +103,12 @@ def expected_step(config: PPOConfig, device: str) -> str:
         mini_batch=policy.actor.ppo_mini_batch_size,
         steps=4,
         warmup=1,
-        lengths=simulation.Lengths(median=max(1, data.max_response_length // 4), cap=data.max_response_length),
+        lengths=Lengths(median=max(1, data.max_response_length // 4), cap=data.max_response_length),
         settings={"trainer.lag": trainer.lag, "algorithm.adv_estimator": config.algorithm.adv_estimator},
     )
     logging.getLogger("hybridrl").setLevel(logging.ERROR)
     try:
-        result = simulation.simulate(run)
+        result = simulate(run)
     except ConfigError as error:
         return f"\nseconds of a step are not predicted: {error}\n"
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.stages_s.items() if seconds >= 0.05)
@@ -119,7 +123,7 @@ def _memory(arguments: argparse.Namespace, device: str) -> float:
     if arguments.memory is not None:
         return arguments.memory * GIB
     if device == "cuda":
-        return simulation.DEVICES[arguments.device].memory
+        return DEVICES[arguments.device].memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -4,19 +4,21 @@ import argparse
 import json
 import sys
 
-from hybridrl import doctor, view
+from hybridrl.doctor.machine import examine_machine
+from hybridrl.doctor.run import examine_run
 from hybridrl.errors import ConfigError
 from hybridrl.framework.graph import timeline
+from hybridrl.view.command import show_runs
 
 
 def view_runs(arguments: argparse.Namespace) -> None:
     """Serve a web page about one or more runs."""
-    view.show_runs(arguments.runs, host=arguments.host, port=arguments.port, demo=arguments.demo)
+    show_runs(arguments.runs, host=arguments.host, port=arguments.port, demo=arguments.demo)
 
 
 def examine(arguments: argparse.Namespace) -> int:
     """Print what is wrong with this machine or with a run, and return 1 if something should be changed."""
-    found = [*(doctor.examine_machine() if arguments.run is None else doctor.examine_run(arguments.run))]
+    found = [*(examine_machine() if arguments.run is None else examine_run(arguments.run))]
     sys.stdout.write("".join(f"{finding}\n" for finding in found))
     return int(any(finding.is_problem for finding in found))
 

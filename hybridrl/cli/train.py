@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridrl import planning
 from hybridrl.cli.data.inspection import PROGRAMS, program_of, token_lengths
 from hybridrl.cli.data.tasks import TASKS, task_file
 from hybridrl.cli.plan import USABLE, read_shape, word
@@ -22,6 +21,7 @@ from hybridrl.config import PPOConfig, load_config
 from hybridrl.config.schema.data import HubData
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import validate_config
+from hybridrl.planning.choices import Devices, candidates
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 
@@ -157,13 +157,13 @@ def _planned(words: list[str], found: Machine) -> list[str]:
     if config is None:  # --cfg job has shown the settings
         raise ConfigError("--cfg: add it to the command that `hybridrl train --print` prints")
     validate_config(config)
-    devices = planning.Devices(
+    devices = Devices(
         read_shape=read_shape,
         device="cuda" if found.gpus else "cpu",
         memory=found.memory,
         budget=USABLE * found.memory,
     )
-    best = next((candidate for candidate in planning.candidates(config, devices) if not candidate.problem), None)
+    best = next((candidate for candidate in candidates(config, devices) if not candidate.problem), None)
     if best is None:
         raise ConfigError(
             "the job does not fit into this machine's memory; `hybridrl plan` with the same settings says what it "

@@ -12,10 +12,10 @@ from dataclasses import asdict, fields
 
 import pyarrow as pa
 
-from hybridrl import driver
 from hybridrl.config.schema.data import DataConfig
 from hybridrl.config.schema.generation import GenerationConfig
 from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.evaluation.output_files import OutputParts
 from hybridrl.serving.openai.standalone import one_replica, replicas_on_ray
 from hybridrl.serving.replicas import Replicas
@@ -79,7 +79,7 @@ def _replicas(config: GenerationConfig) -> AbstractContextManager[Replicas]:
     trainer = config.trainer
     if trainer.backend == "local":
         return one_replica(_setup(config), num_threads=trainer.num_threads)
-    driver.start_ray(num_nodes=trainer.nnodes)
+    start_ray(num_nodes=trainer.nnodes)
     return replicas_on_ray(_setup(config), [trainer.n_gpus_per_node] * trainer.nnodes)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hybridrl import master
 from hybridrl.config import SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.ray_cluster import existing_cluster, start_ray
@@ -20,6 +19,9 @@ from hybridrl.errors import WorkerLost
 from hybridrl.failure_policy import Decision
 from hybridrl.framework.loop import Task
 from hybridrl.framework.stage import StageFn, spec_of
+from hybridrl.master.service.client import MasterClient
+from hybridrl.master.service.journal import JournaledState
+from hybridrl.master.state.events import JobEnded, RecoveryDecided
 from hybridrl.single_controller.cluster import MASTER, find_actor, master_name
 from hybridrl.single_controller.monitoring.process import report_decision
 from hybridrl.trainer.roles import Role
@@ -40,7 +42,7 @@ def run_under_master(trainer: Any) -> Iterator[None]:
     """
     settings, lifecycle = trainer.config.trainer, trainer.context.lifecycle
     journal = os.path.join(journal_root(settings), trainer.job)
-    with master.MasterClient(
+    with MasterClient(
         job=settings.experiment_name, run=trainer.job, journal=journal, **_recovery_options(trainer)
     ) as watch:
         lifecycle.on_orphaned = functools.partial(
@@ -75,7 +77,7 @@ def _recovery_options(trainer: Any) -> dict[str, Any]:
     }
 
 
-def report_stages_to(watch: "master.MasterClient") -> Callable[[Task, Any], None]:
+def report_stages_to(watch: MasterClient) -> Callable[[Task, Any], None]:
     """Return middleware that reports every stage, step and commit to the master."""
 
     def change(task: Task, trainer: Any) -> None:
@@ -87,7 +89,7 @@ def report_stages_to(watch: "master.MasterClient") -> Callable[[Task, Any], None
     return change
 
 
-def _reported(fn: StageFn, name: str, watch: "master.MasterClient", trainer: Any) -> StageFn:
+def _reported(fn: StageFn, name: str, watch: MasterClient, trainer: Any) -> StageFn:
     @functools.wraps(fn)
     def reported(ctx: Any) -> Any:
         watch.enter_stage(name)
@@ -146,7 +148,7 @@ def _sent_to_master(config: TrainerConfig, run: str, journal: str, decision: Dec
     try:
         if find_actor(master_name(run)) is None:
             return False
-        client = master.MasterClient(job=config.experiment_name, run=run, journal=journal, is_restart=True)
+        client = MasterClient(job=config.experiment_name, run=run, journal=journal, is_restart=True)
         report_decision(decision)
         client.finish_job(succeeded=False, reason=str(decision))
         client.close()
@@ -157,7 +159,7 @@ def _sent_to_master(config: TrainerConfig, run: str, journal: str, decision: Dec
 
 
 def _write(journal: str, decision: Decision) -> None:
-    state = master.JournaledState(journal)
-    state.apply(master.RecoveryDecided(**decision.to_json()))
-    state.apply(master.JobEnded(False, str(decision)))
+    state = JournaledState(journal)
+    state.apply(RecoveryDecided(**decision.to_json()))
+    state.apply(JobEnded(False, str(decision)))
     state.close()

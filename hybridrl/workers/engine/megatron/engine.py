@@ -20,11 +20,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers import engine
-from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import LossFn, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OUTPUTS, check_outputs
+from hybridrl.workers.engine.batching.tree_attention import log_obstacle
 from hybridrl.workers.engine.hf_model import empty_model, hf_config
 from hybridrl.workers.engine.megatron.adapters import add_adapters, gather_weights
 from hybridrl.workers.engine.megatron.architecture import transformer_config
@@ -34,6 +33,7 @@ from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenShar
 from hybridrl.workers.engine.megatron.network import Network, WantedStats
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
+from hybridrl.workers.engine.peft_format import read_adapter
 from hybridrl.workers.engine.sharded_engine import ShardedEngine, as_numbers, loss_of_no_rows, without_gradient
 
 Outputs = dict[str, torch.Tensor]
@@ -71,7 +71,7 @@ class MegatronEngine(ShardedEngine):
         )
         self._shares_prefixes = config.share_prefixes and sizes.context == 1
         if config.share_prefixes and not self._shares_prefixes:
-            batching.log_obstacle(f"context_parallel_size={sizes.context} cuts every row into parts")
+            log_obstacle(f"context_parallel_size={sizes.context} cuts every row into parts")
         self._num_micro_multiple = sizes.pipeline if sizes.virtual_pipeline else 1
         self._make_optimizer()
         self._offload()
@@ -84,7 +84,7 @@ class MegatronEngine(ShardedEngine):
         tensors = HFCheckpointReader(config.path)
         read_weights(self.chunks, tensors, kind=config.kind, tied=self._tied, seed=config.seed, new_head=new_head)
         if config.lora is not None:
-            saved = None if config.lora.path is None else engine.read_adapter(config.lora.path)
+            saved = None if config.lora.path is None else read_adapter(config.lora.path)
             whole = empty_model(config, model, dtype=torch.float32)
             add_adapters(self.chunks, whole, config.lora, seed=config.seed, saved=saved)
 

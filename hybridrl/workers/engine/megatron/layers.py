@@ -8,7 +8,7 @@ Shapes: s tokens of this process, b rows, S = s * (context-parallel peers) token
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.batching.packed_attention import SequenceSpan
-
-if TYPE_CHECKING:  # only runs that share prefixes load it
-    from hybridrl.workers.engine.batching.tree_attention import AttentionTree
+from hybridrl.workers.engine.batching.tree_attention import AttentionTree, attend_tree
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16 tests it for None, but binds it only with Transformer Engine.
@@ -42,7 +39,7 @@ class PackedParams(PackedSeqParams):
     """
 
     spans: tuple[SequenceSpan, ...] = ()
-    tree: "AttentionTree | None" = None
+    tree: AttentionTree | None = None
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -96,7 +93,7 @@ class TorchAttention(MegatronModule):
             return self._attend_rows(query, key, value)
         if packed_seq_params.tree is not None:
             q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-            return batching.attend_tree(q, k, v, packed_seq_params.tree, scale=self.scale)[0].transpose(0, 1).flatten(1)
+            return attend_tree(q, k, v, packed_seq_params.tree, scale=self.scale)[0].transpose(0, 1).flatten(1)
         if self.cp.size() == 1:
             return self._attend_spans(query, key, value, packed_seq_params.spans)
         whole = packed_seq_params.cu_seqlens_q.tolist()
