@@ -1,10 +1,12 @@
 """The web server of the page: files of the page, JSON for its views, and a stream of events.
 
-It answers GET only and writes nothing. Readers run in threads, one request at a time per run. aiohttp is the web
+It answers GET only and writes nothing. On a loopback address no token is needed, on any other one a request needs that
+of the link that `hybridrl view` prints. Readers run in threads, one request at a time per run. aiohttp is the web
 framework: the OpenAI-compatible endpoint uses it, so every installation has it.
 """
 
 import asyncio
+import hmac
 import json
 import logging
 import secrets
@@ -16,13 +18,13 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.web_origin import is_loopback
-from hybridrl.view.access import COOKIE, TOKEN_PARAMETER, AccessError, check_access
+from hybridrl.system.web_origin import is_loopback, refusal
 from hybridrl.view.answers import UNLOCKED, VIEWS, BadRequest
 from hybridrl.view.runs import Run
 
 logger = logging.getLogger(__name__)
 SVG = "image/svg+xml"
+COOKIE, TOKEN_PARAMETER = "hybridrl_view", "token"
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "LICENSE": "text/plain"}  # by suffix
 EVENT_PERIOD_S = 1.0  # between two looks at the runs
 KEEP_ALIVE_S = 15.0
@@ -101,15 +103,9 @@ class ViewServer:
         """Check who asks, and answer mistakes in JSON."""
         in_link = request.query.get(TOKEN_PARAMETER)
         try:
-            check_access(
-                request.headers,
-                sent=in_link or request.cookies.get(self._cookie),
-                listens_on=self.host,
-                token=self.token,
-                path=request.path,
-            )
+            self._check_access(request, sent=in_link or request.cookies.get(self._cookie, ""))
             response = self._without_token() if in_link and self.token else await handler(request)
-        except (AccessError, BadRequest) as error:
+        except BadRequest as error:
             response = _json({"error": str(error)}, status=error.status)
         except web.HTTPException as error:
             response = _json({"error": error.reason}, status=error.status)
@@ -120,6 +116,16 @@ class ViewServer:
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
         return response
+
+    def _check_access(self, request: web.Request, *, sent: str) -> None:
+        """Raise BadRequest for a request of another origin, or without the token. sent: that of its link or cookie."""
+        if (reason := refusal(request.headers, listens_on=self.host)) is not None:
+            raise BadRequest(reason, status=403)
+        if request.headers.get("Sec-Fetch-Site") == "cross-site" and request.path != "/":
+            raise BadRequest("web pages of other sites may not load parts of this one", status=403)
+        if self.token is not None and not hmac.compare_digest(sent.encode("utf-8", "replace"), self.token.encode()):
+            what = "the token is wrong or missing; open the link that `hybridrl view` has printed"
+            raise BadRequest(what, status=401)
 
     def _without_token(self) -> web.Response:
         """Return a redirection that leaves the token in a cookie, and not in the browser's history."""
