@@ -7,7 +7,8 @@ text, in Graphviz's DOT language, or as a picture.
 from dataclasses import dataclass
 
 from hybridrl.framework.graph.drawing import Box, Line, to_svg
-from hybridrl.framework.graph.stage_graph import DRIVER_COLOUR, PALETTE, quoted, table
+from hybridrl.framework.graph.stage_graph import DRIVER_COLOUR, PALETTE, quoted
+from hybridrl.framework.graph.text_table import text_table
 
 HEADER = ("role", "processes", "pool", "runs", "feeds", "gives its weights to")
 KINDS = {"feeds": "data", "weights": "state"}  # kind of an edge -> kind of its line in a picture
@@ -67,7 +68,7 @@ class RoleGraph:
 
 def to_text(graph: RoleGraph) -> str:
     """Return the graph as a table for a terminal, a role per line."""
-    return "".join(f"{line}\n" for line in table(HEADER, [_cells(graph, node) for node in graph.nodes]))
+    return "".join(f"{line}\n" for line in text_table(HEADER, [_cells(graph, node) for node in graph.nodes]))
 
 
 def _cells(graph: RoleGraph, node: RoleNode) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from itertools import pairwise, zip_longest
 
 from hybridrl.errors import ConfigError
 from hybridrl.framework.graph.drawing import Box, Line, to_svg
+from hybridrl.framework.graph.text_table import text_table
 from hybridrl.framework.stage import StageSpec
 
 DRIVER = "driver"  # shown as the role of stages that run in the driver
@@ -231,14 +232,7 @@ READS_WIDTH, WRITES_WIDTH = 52, 34
 def to_text(graph: StageGraph) -> str:
     """Return the graph as a table for a terminal: the stages in order, then the pools."""
     rows = [cells for spec in graph.stages for cells in zip_longest(*_cells(graph, spec), fillvalue="")]
-    return "\n".join([*table(HEADER, rows), "", *_pool_lines(graph), *_unwritten_columns(graph)]) + "\n"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their cells."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*text_table(HEADER, rows), "", *_pool_lines(graph), *_unwritten_columns(graph)]) + "\n"
 
 
 def _cells(graph: StageGraph, spec: StageSpec) -> list[list[str]]:

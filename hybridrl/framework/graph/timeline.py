@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridrl.errors import DataError
+from hybridrl.framework.graph.text_table import text_table
 from hybridrl.single_controller.monitoring.tracing import DRIVER, SUFFIX, TRACE
 
 STEPS, MAIN = "steps", "MainThread"
@@ -251,7 +252,7 @@ def _stage_lines(spans: Sequence[Span], total: float) -> list[str]:
         (name, f"{took:.3f}", f"{took / total:.1%}", f"{waited:.3f}")
         for name, (took, waited) in stage_seconds(spans).items()
     ]
-    return _table(("stage", "s", "of the time", "s waiting for workers"), rows)
+    return text_table(("stage", "s", "of the time", "s waiting for workers"), rows, is_ruled=False, num_left=1)
 
 
 def stage_seconds(spans: Sequence[Span]) -> dict[str, tuple[float, float]]:
@@ -278,7 +279,8 @@ def _rank_lines(spans: Sequence[Span], between: tuple[int, int]) -> list[str]:
         (times.role, str(times.rank), f"{times.working_s:.3f}", f"{times.waiting_s:.3f}", f"{times.idle_share:.1%}")
         for times in rank_times(spans, between)
     ]
-    return _table(("role", "rank", "s at work", "s waiting for data", "process waits for its next call"), rows)
+    header = ("role", "rank", "s at work", "s waiting for data", "process waits for its next call")
+    return text_table(header, rows, is_ruled=False, num_left=1)
 
 
 class RankTimes(NamedTuple):
@@ -316,15 +318,3 @@ def rank_times(spans: Sequence[Span], between: tuple[int, int]) -> list[RankTime
 
 def _length(intervals: Iterable[tuple[int, int]]) -> int:
     return sum(end - begin for begin, end in intervals)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    words = {"role", "stage"}
-    return [
-        "  ".join(
-            cell.ljust(width) if title in words else cell.rjust(width)
-            for cell, width, title in zip(row, widths, header, strict=True)
-        )
-        for row in (header, *rows)
-    ]
