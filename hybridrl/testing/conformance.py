@@ -1,9 +1,9 @@
 """What all conformance suites share: a check, its error, and the loop that runs the checks."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 Case = TypeVar("Case")
 
@@ -25,7 +25,7 @@ class Check(Generic[Case]):
     needs: tuple[str, ...] = ()
 
 
-def run_checks(checks: Sequence[Check[Case]], case: Case, *, capabilities: object, subject: str) -> list[str]:
+def run_checks(checks: Sequence[Check[Case]], case: Case, *, subject: str, capabilities: object = None) -> list[str]:
     """Run the checks that `capabilities` ask for and return their names.
 
     Raises:
@@ -48,13 +48,9 @@ def expect(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def refuses(*errors: type[Exception], call: str) -> AbstractContextManager[None]:
-    """Return a block that must raise one of `errors`; `call` says in the message what was tried."""
-    return _refuses(errors, call)
-
-
 @contextmanager
-def _refuses(errors: tuple[type[Exception], ...], call: str) -> Any:
+def refuses(*errors: type[Exception], call: str) -> Iterator[None]:
+    """Run a block that must raise one of `errors`; `call` says in the message what was tried."""
     names = " or ".join(error.__name__ for error in errors)
     try:
         yield

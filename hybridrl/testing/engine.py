@@ -19,6 +19,7 @@ from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
+from hybridrl.testing.conformance import Check, run_checks
 from hybridrl.testing.engine_reference import (
     RESPONSE,
     assert_same_weights,
@@ -47,8 +48,8 @@ def check_engine(
     settings: EngineSettings | None = None,
     device: str = "cpu",
     directory: str | None = None,
-) -> None:
-    """Test an engine against the contract of `hybridrl.workers.engine.Engine`.
+) -> list[str]:
+    """Put an engine through every check of the contract of `hybridrl.workers.engine.Engine`; return their names.
 
     With several ranks it is collective: all ranks call it in a process group, with the same arguments.
 
@@ -59,16 +60,15 @@ def check_engine(
         directory: Directory of models and checkpoints, the same on all ranks. None: a temporary one, for one rank.
 
     Raises:
-        AssertionError: The engine breaks a rule. The message has the rule, and what was found and expected.
+        ConformanceError: The engine breaks its contract; the message has the sentence that does not hold.
     """
     own = settings if settings is not None else getattr(make, "Config", EngineSettings)()
     if directory is not None:
-        _check(_Trial(make, own, device, Path(directory)))
-        return
+        return run_checks(CHECKS, _Trial(make, own, device, Path(directory)), subject="engine")
     if _world_size() > 1:
         raise ValueError("directory=None: give the same directory on all ranks, for models and checkpoints")
     with tempfile.TemporaryDirectory() as folder:
-        _check(_Trial(make, own, device, Path(folder)))
+        return run_checks(CHECKS, _Trial(make, own, device, Path(folder)), subject="engine")
 
 
 @dataclass
@@ -272,31 +272,19 @@ def _offload(trial: _Trial) -> None:
     assert_same_weights(_weights(engine), trial.plain_steps[1], atol=WEIGHT_ATOL)
 
 
-RULES: dict[str, Callable[[_Trial], None]] = {
-    "setup() makes the engine ready: mesh_position, and num_updates of 0": _constructor_and_setup,
-    "forward() returns plain torch's log-probs and entropy in row order, however rows are cut": _forward,
-    "weights() yields every parameter once, under its Hugging Face name": _weight_names,
-    "forward_backward() returns stats of this rank's micro-batches": _stats,
-    "steps are plain torch's: losses are divided by global counts and gradients summed": _optimizer_steps,
-    "gradients add up over calls of forward_backward()": _gradients_add_up,
-    "a batch without rows is computed like any other": _no_rows,
-    "optimizer_step() leaves out what is not finite, or skip=True, and changes nothing then": _skipped_steps,
-    "an engine that loads what another saved continues bit for bit": _checkpoints,
-    "state_tensors() holds the whole state, so that a snapshot continues bit for bit": _snapshots,
-    "to() moves parameters and optimizer state; other methods move back what they need": _offload,
-}
-"""The contract: a sentence, and the function that tests it."""
-
-
-def _check(trial: _Trial) -> None:
-    for rule, test in RULES.items():
-        try:
-            test(trial)
-        except AssertionError as broken:
-            raise AssertionError(f"the engine breaks the rule {rule!r}: {broken}") from broken
-        except Exception as error:
-            error.add_note(f"check_engine was testing the rule {rule!r}")
-            raise
+CHECKS: tuple[Check[_Trial], ...] = (
+    Check("setup() makes the engine ready: mesh_position, and num_updates of 0", _constructor_and_setup),
+    Check("forward() returns plain torch's log-probs and entropy in row order, however rows are cut", _forward),
+    Check("weights() yields every parameter once, under its Hugging Face name", _weight_names),
+    Check("forward_backward() returns stats of this rank's micro-batches", _stats),
+    Check("steps are plain torch's: losses are divided by global counts and gradients summed", _optimizer_steps),
+    Check("gradients add up over calls of forward_backward()", _gradients_add_up),
+    Check("a batch without rows is computed like any other", _no_rows),
+    Check("optimizer_step() leaves out what is not finite, or skip=True, and changes nothing then", _skipped_steps),
+    Check("an engine that loads what another saved continues bit for bit", _checkpoints),
+    Check("state_tensors() holds the whole state, so that a snapshot continues bit for bit", _snapshots),
+    Check("to() moves parameters and optimizer state; other methods move back what they need", _offload),
+)
 
 
 def _weights(engine: Engine) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.testing import check_engine
+from hybridrl.testing import ConformanceError, check_engine
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine
 from tests.support.third_party.toy_engine import ToyEngine
 
@@ -125,5 +125,5 @@ BROKEN = {
 
 @pytest.mark.parametrize("engine", BROKEN, ids=lambda one: one.__name__)
 def test_an_engine_that_breaks_a_rule_fails_with_its_name(engine):
-    with pytest.raises(AssertionError, match=f"(?s)^the engine breaks the rule .*{BROKEN[engine]}"):
+    with pytest.raises(ConformanceError, match=f"(?s)^engine: .*{BROKEN[engine]}"):
         check_engine(engine)
