@@ -1,6 +1,6 @@
 """Rewards for the length of a response, compared with the other responses to its prompt.
 
-Shape letters: B rows. The penalty near the length limit, DAPO's, is in `rewards/manager.py`.
+Shape letters: B rows. The penalty near the length limit, DAPO's, is in `rewards/other_managers.py`.
 """
 
 import torch

@@ -26,8 +26,8 @@ REWARD_MANAGERS: Registry[Any] = Registry(
     kind="reward manager",
     builtins={
         "naive": "hybridrl.rewards.manager:RewardManager",
-        "batch": "hybridrl.rewards.manager:BatchRewardManager",
-        "dapo": "hybridrl.rewards.manager:DAPORewardManager",
+        "batch": "hybridrl.rewards.other_managers:BatchRewardManager",
+        "dapo": "hybridrl.rewards.other_managers:DAPORewardManager",
     },
     plugins="algorithm.path",
 )

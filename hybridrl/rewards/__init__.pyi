@@ -1,10 +1,10 @@
 from .function_address import FunctionAddress as FunctionAddress
 from .load import REWARD_MANAGERS as REWARD_MANAGERS
 from .load import load_reward_manager as load_reward_manager
-from .manager import BatchRewardManager as BatchRewardManager
-from .manager import DAPORewardManager as DAPORewardManager
 from .manager import RewardManager as RewardManager
 from .manager import RewardOutput as RewardOutput
 from .manager import Scorer as Scorer
+from .other_managers import BatchRewardManager as BatchRewardManager
+from .other_managers import DAPORewardManager as DAPORewardManager
 from .process import CallResult as CallResult
 from .process_pool import ScoreProcessPool as ScoreProcessPool
