@@ -4,6 +4,6 @@ A run loads this room for the agent loops `environment_agent` and `verifiers_age
 `TextEnvironment` and `register_environment` from here, which load nothing else.
 """
 
-from hybridrl.serving.environments.base import Answer, TextEnvironment, register_environment
+from hybridrl.serving.environments.environment import Answer, TextEnvironment, register_environment
 
 __all__ = ["Answer", "TextEnvironment", "register_environment"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.serving.agent_loop.failures import BAD_DATA
-from hybridrl.serving.environments.base import Answer, Messages
+from hybridrl.serving.environments.environment import Answer, Messages
 from hybridrl.serving.environments.settings import KEY, EnvironmentSpec
 from hybridrl.serving.sessions.episodes import row_as_json
 from hybridrl.system.child_process import ChildProgram, ProtocolError, frame_of_request, pickled_call

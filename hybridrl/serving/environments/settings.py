@@ -22,7 +22,7 @@ import yaml
 
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.serving.environments.base import ADDRESSES
+from hybridrl.serving.environments.environment import ADDRESSES
 
 KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 ADAPTERS = Path(__file__).with_name("adapters")

@@ -17,7 +17,7 @@ from hybridrl.serving.agent_loop.base import (
     register_agent_loop,
 )
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
-from hybridrl.serving.environments.base import Answer, Messages
+from hybridrl.serving.environments.environment import Answer, Messages
 from hybridrl.serving.environments.pool import pool_of
 from hybridrl.serving.environments.process import EnvironmentProcess
 from hybridrl.serving.environments.settings import load_environments, spec_of_row

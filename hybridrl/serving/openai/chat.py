@@ -1,6 +1,6 @@
 """The messages and tools of a chat request, checked before a chat template sees them.
 
-Called by `requests`, in a thread. What a template cannot take is rejected with the parameter's name.
+Called by `requests` and `apis`, in a thread. What a template cannot take is rejected with the parameter's name.
 """
 
 from typing import Any
@@ -57,6 +57,30 @@ def wants_calls(body: dict) -> bool:
     return bool(body.get("tools")) and body.get("tool_choice") != "none"
 
 
+def joined_text(parts: Any, kinds: tuple[str, ...], *, param: str) -> str:
+    """Return a content as one text. Raises RequestError if it is no text, and no parts of these kinds.
+
+    Args:
+        parts: A text, or a list of parts.
+        kinds: Types of parts that have a text.
+        param: Of the request, for the error.
+    """
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, list):
+        what = f"content={shorten(parts)} must be a text, or a list of parts with a type"
+        raise RequestError(f"{param}: {what}", param=param)
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"{param}: a part of the type {kind!r} is not supported; this model takes text only "
+                f"({', '.join(kinds)})",
+                param=param,
+            )
+    return "".join(part["text"] for part in parts)
+
+
 def _readable(message: Any) -> dict:
     """Return the message with its content as one text, also where it came in parts or beside calls."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -64,18 +88,10 @@ def _readable(message: Any) -> dict:
             f"messages: {shorten(message)} is not a message; give an object with role and content", param="messages"
         )
     content = message.get("content")
-    if isinstance(content, list):
-        if not all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        ):
-            raise RequestError("messages: this model takes text only", param="messages")
-        content = "".join(part["text"] for part in content)
     if content is None and message["role"] == "assistant":
         content = ""
-    if not isinstance(content, str):
-        raise RequestError(f"messages: content={shorten(content)} must be a text", param="messages")
-    readable = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+    text = joined_text(content, ("text",), param="messages")
+    readable = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
     if readable["role"] == "developer":  # OpenAI's later name, which chat templates do not know
         readable["role"] = "system"
     calls = message.get("tool_calls")

@@ -22,7 +22,7 @@ from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.serving.continuation import PolicyClient, generate_in_chunks
 from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access
 from hybridrl.serving.openai.agent_routes import episode_routes, session_of, session_routes
-from hybridrl.serving.openai.apis.base import Api, Event
+from hybridrl.serving.openai.apis.api import Api, Event
 from hybridrl.serving.openai.apis.completions import ChatApi, CompletionsApi
 from hybridrl.serving.openai.apis.messages import COUNTED_NAMES, MessagesApi
 from hybridrl.serving.openai.apis.responses import ResponsesApi

@@ -5,8 +5,8 @@
     session.record(plan, ...)                           what the engine sampled for it
     session_rows(session.turns)                         rows to train on
 
-The endpoint calls this for every chat request of a session. `messages` compares messages, `matching` finds the recorded
-turn that a request continues, `prompts` renders what is new, `rows` turns a session into training rows. These are pure;
-`session` and `store` keep the state. Not here: HTTP (`serving/openai`), and agents
+The endpoint calls this for every chat request of a session. `message_keys` compares messages, `matching` finds the
+recorded turn that a request continues, `prompts` renders what is new, `rows` turns a session into training rows. These
+are pure; `session` and `store` keep the state. Not here: HTTP (`serving/openai`), and agents
 (`serving/agent_loop/programs`).
 """

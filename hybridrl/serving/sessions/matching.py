@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from hybridrl.serving.sessions.messages import MessageKey
+from hybridrl.serving.sessions.message_keys import MessageKey
 
 
 class BranchKind(StrEnum):

@@ -8,7 +8,7 @@ in place of the answer, and takes the text that the template puts after the turn
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.serving.sessions.messages import parsed_arguments
+from hybridrl.serving.sessions.message_keys import parsed_arguments
 
 MARK = "qzAnswerOfThePolicyqz"  # letters only: templates and JSON leave them as they are
 

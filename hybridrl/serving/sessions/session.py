@@ -17,7 +17,7 @@ from typing import Any
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions import matching, prompts
 from hybridrl.serving.sessions.matching import BranchKind
-from hybridrl.serving.sessions.messages import MessageKey, call_ids, conversation_keys, message_key
+from hybridrl.serving.sessions.message_keys import MessageKey, call_ids, conversation_keys, message_key
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 

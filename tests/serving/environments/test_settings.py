@@ -10,7 +10,7 @@ import pytest
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_module
-from hybridrl.serving.environments import base
+from hybridrl.serving.environments import environment
 from hybridrl.serving.environments.settings import EnvironmentSpec, load_environments, spec_of_row
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
@@ -80,7 +80,7 @@ def test_wrong_files_are_refused(tmp_path):
 
 
 def test_a_registered_class_is_known_by_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "ADDRESSES", addresses := {})
+    monkeypatch.setattr(environment, "ADDRESSES", addresses := {})
     monkeypatch.setattr("hybridrl.serving.environments.settings.ADDRESSES", addresses)
     file = tmp_path / "own.py"
     file.write_text(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from hybridrl.serving.sessions.matching import branch_kind, conversation, find_parent
-from hybridrl.serving.sessions.messages import MessageKey, message_key
+from hybridrl.serving.sessions.message_keys import MessageKey, message_key
 
 ROLES = {"t": "tools", "s": "system", "u": "user", "a": "assistant", "r": "tool"}
 

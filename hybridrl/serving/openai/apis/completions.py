@@ -7,7 +7,7 @@ sampled one of its tokens.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, oldest_version
+from hybridrl.serving.openai.apis.api import Api, Event, StreamWriter, oldest_version
 from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import CHAT, COMPLETIONS, RequestError
 

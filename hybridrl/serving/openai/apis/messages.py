@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, joined_text, oldest_version
+from hybridrl.serving.openai.apis.api import Api, Event, StreamWriter, oldest_version
+from hybridrl.serving.openai.chat import joined_text
 from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import (
     OWN_SAMPLING,
@@ -18,7 +19,7 @@ from hybridrl.serving.openai.parameters import (
     no_format,
     shorten,
 )
-from hybridrl.serving.sessions.messages import parsed_arguments
+from hybridrl.serving.sessions.message_keys import parsed_arguments
 
 
 def automatic_type(choice: Any) -> Any:
@@ -204,16 +205,9 @@ def _result(block: Mapping[str, Any]) -> dict[str, Any]:
 def _tools_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a chat request about tools."""
     choice = get_typed(body, "tool_choice", dict, {"type": "auto"})
-    if choice.get("type") not in ("auto", "none"):
-        raise RequestError(
-            f"tool_choice={shorten(choice)}: the policy samples freely and cannot be made to call a tool; use auto",
-            param="tool_choice",
-        )
     tools = [_chat_tool(tool) for tool in get_typed(body, "tools", list, [])]
-    if not tools:
-        return {}
     is_parallel = not choice.get("disable_parallel_tool_use", False)
-    return {"tools": tools, "tool_choice": choice["type"], "parallel_tool_calls": is_parallel}
+    return {"tools": tools, "tool_choice": choice.get("type", ""), "parallel_tool_calls": is_parallel}
 
 
 def _chat_tool(tool: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridrl.serving.openai.apis.base import Api, Event, StreamWriter, joined_text, oldest_version
+from hybridrl.serving.openai.apis.api import Api, Event, StreamWriter, oldest_version
+from hybridrl.serving.openai.chat import joined_text
 from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import (
     OWN_SAMPLING,

@@ -119,29 +119,6 @@ class Api(ABC):
             raise
 
 
-def joined_text(parts: Any, kinds: tuple[str, ...], *, param: str) -> str:
-    """Return a content as one text. Raises RequestError if it is no text, and no parts of these kinds.
-
-    Args:
-        parts: A text, or a list of parts.
-        kinds: Types of parts that have a text.
-        param: Of the request, for the error.
-    """
-    if isinstance(parts, str):
-        return parts
-    if not isinstance(parts, list):
-        raise RequestError(f"{param}: content must be a text, or a list of parts with a type", param=param)
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"{param}: a part of the type {kind!r} is not supported; this model takes text only "
-                f"({', '.join(kinds)})",
-                param=param,
-            )
-    return "".join(part["text"] for part in parts)
-
-
 def oldest_version(choices: list[Choice]) -> int | None:
     """Return the version of the oldest weights that sampled a token; None before the first one."""
     return min((version for choice in choices for version in choice.versions), default=None)
