@@ -5,5 +5,5 @@ from .choices import fitting_settings as fitting_settings
 from .choices import with_settings as with_settings
 from .processes import Moment as Moment
 from .processes import PlannedProcess as PlannedProcess
+from .processes import RolloutMemory as RolloutMemory
 from .processes import plan_processes as plan_processes
-from .rollout_memory import RolloutMemory as RolloutMemory
