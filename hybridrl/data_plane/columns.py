@@ -205,51 +205,6 @@ def _concat_jagged(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
 
 
-def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
-    """Return the jagged tensor (B, ...) of B tensors that differ in one dimension.
-
-    Keeps the gradient history.
-
-    Args:
-        ragged_idx: That dimension, counted in the result; default the last.
-
-    Raises:
-        DataError: The tensors differ in another dimension or in dtype.
-    """
-    if not tensors or not all(tensor.dim() == tensors[0].dim() > 0 for tensor in tensors):
-        raise DataError(
-            f"tensors must have the same number of dimensions, at least 1, got {[tuple(t.shape) for t in tensors]}"
-        )
-    ragged = tensors[0].dim() if ragged_idx is None else ragged_idx
-    if not 1 <= ragged <= tensors[0].dim():
-        raise DataError(
-            f"ragged_idx={ragged} must be in [1, {tensors[0].dim()}], the dimensions of a tensor counted from 1"
-        )
-    kinds = {(tensor.dtype, *tensor.shape[: ragged - 1], *tensor.shape[ragged:]) for tensor in tensors}
-    if len(kinds) > 1:
-        raise DataError(
-            f"tensors differ in more than dimension {ragged}: {[(t.dtype, tuple(t.shape)) for t in tensors]}"
-        )
-    values = torch.cat(list(tensors), dim=ragged - 1)
-    lengths = torch.tensor([0, *(tensor.shape[ragged - 1] for tensor in tensors)], device=values.device)
-    return torch.nested.nested_tensor_from_jagged(values, lengths.cumsum(0), jagged_dim=ragged)
-
-
-def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of all jagged tensors as one.
-
-    Raises:
-        DataError: Different dtypes or row shapes, or a tensor that is not jagged.
-    """
-    if not tensors or not all(tensor.is_nested for tensor in tensors):
-        raise DataError(
-            f"one or more jagged tensors are needed, got {[tuple(t.shape) for t in tensors if not t.is_nested]}"
-        )
-    for number, tensor in enumerate(tensors):
-        check_tensor_column(f"tensor {number}", tensor)
-    return concat_rows("nested", tensors)
-
-
 def num_bytes(column: Column) -> int:
     """Return the size of a column's own values in bytes; object arrays count only references."""
     if isinstance(column, torch.Tensor) and column.is_nested:

@@ -14,24 +14,19 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from hybridrl.data_plane.chunking import even_bounds
+from hybridrl.data_plane.batch import DataProto
 from hybridrl.data_plane.columns import (
-    Column,
     RowIndex,
     check_tensor_column,
+    concat_rows,
     deep_equal,
     jagged_dim,
     jagged_offsets,
-    one_object_per_row,
-    row_index,
-    slice_rows,
-    take_rows,
 )
-from hybridrl.data_plane.columns import concat_nested_tensors as concat_nested_tensors
-from hybridrl.data_plane.columns import nested_tensor_from_tensor_list as nested_tensor_from_tensor_list
 from hybridrl.data_plane.conversion import non_tensor_stack, plain_value
-from hybridrl.data_plane.merging import concat_columns, list_of_dict_to_dict_of_list
+from hybridrl.data_plane.merging import list_of_dict_to_dict_of_list
 from hybridrl.data_plane.merging import union_tensor_dict as union_tensor_dict
+from hybridrl.data_plane.reshaping import pad_dataproto_to_divisor, unpad_dataproto
 from hybridrl.data_plane.rows import iterate_mini_batches
 from hybridrl.errors import DataError
 
@@ -179,6 +174,51 @@ def _make_column(values: list) -> torch.Tensor | NonTensorStack:
     return nested_tensor_from_tensor_list(values) if any(value.dim() for value in values) else torch.stack(values)
 
 
+def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
+    """Return the jagged tensor (B, ...) of B tensors that differ in one dimension.
+
+    Keeps the gradient history.
+
+    Args:
+        ragged_idx: That dimension, counted in the result; default the last.
+
+    Raises:
+        DataError: The tensors differ in another dimension or in dtype.
+    """
+    if not tensors or not all(tensor.dim() == tensors[0].dim() > 0 for tensor in tensors):
+        raise DataError(
+            f"tensors must have the same number of dimensions, at least 1, got {[tuple(t.shape) for t in tensors]}"
+        )
+    ragged = tensors[0].dim() if ragged_idx is None else ragged_idx
+    if not 1 <= ragged <= tensors[0].dim():
+        raise DataError(
+            f"ragged_idx={ragged} must be in [1, {tensors[0].dim()}], the dimensions of a tensor counted from 1"
+        )
+    kinds = {(tensor.dtype, *tensor.shape[: ragged - 1], *tensor.shape[ragged:]) for tensor in tensors}
+    if len(kinds) > 1:
+        raise DataError(
+            f"tensors differ in more than dimension {ragged}: {[(t.dtype, tuple(t.shape)) for t in tensors]}"
+        )
+    values = torch.cat(list(tensors), dim=ragged - 1)
+    lengths = torch.tensor([0, *(tensor.shape[ragged - 1] for tensor in tensors)], device=values.device)
+    return torch.nested.nested_tensor_from_jagged(values, lengths.cumsum(0), jagged_dim=ragged)
+
+
+def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all jagged tensors as one.
+
+    Raises:
+        DataError: Different dtypes or row shapes, or a tensor that is not jagged.
+    """
+    if not tensors or not all(tensor.is_nested for tensor in tensors):
+        raise DataError(
+            f"one or more jagged tensors are needed, got {[tuple(t.shape) for t in tensors if not t.is_nested]}"
+        )
+    for number, tensor in enumerate(tensors):
+        check_tensor_column(f"tensor {number}", tensor)
+    return concat_rows("nested", tensors)
+
+
 def maybe_fix_3d_position_ids(data: TensorDict) -> None:
     """Make the last dimension of jagged 3-dimensional `position_ids` the ragged one, in place.
 
@@ -207,9 +247,7 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: RowIndex) -> Ten
 
 
 def _select_rows(batch: TensorDict, indices: RowIndex) -> TensorDict:
-    rows = row_index(indices, _num_rows(batch))
-    columns, meta = _split(batch)
-    return _join({key: take_rows(column, rows) for key, column in columns.items()}, meta, batch, num_rows=len(rows))
+    return _as_tensordict(_as_batch(batch).select_idxs(indices), batch)
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
@@ -217,13 +255,7 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
 
     They may be empty. Dense columns are views.
     """
-    columns, meta = _split(td)
-    return [
-        _join(
-            {key: slice_rows(column, start, stop) for key, column in columns.items()}, meta, td, num_rows=stop - start
-        )
-        for start, stop in even_bounds(_num_rows(td), chunks)
-    ]
+    return [_as_tensordict(chunk, td) for chunk in _as_batch(td).chunk_uneven(chunks)]
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
@@ -259,9 +291,9 @@ def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
 
 def concat_with_meta(data: Sequence[TensorDict], meta: Mapping[str, Any]) -> TensorDict:
     """Return the rows of all TensorDicts, copied, with these values of the whole batch."""
-    with_rows = [td for td in data if _num_rows(td)] or [td for td in data if _split(td)[0]][:1] or data[:1]
-    columns = concat_columns([_split(td)[0] for td in with_rows])
-    return _join(columns, meta, data[0], num_rows=sum(map(_num_rows, with_rows)))
+    rows = DataProto.concat([_as_batch(td).select(meta_info_keys=[]) for td in data])
+    rows.meta_info = dict(meta)
+    return _as_tensordict(rows, data[0])
 
 
 def meta_of(td: TensorDict) -> dict[str, Any]:
@@ -295,23 +327,14 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
 
     Rows are repeated from the first one on. Nothing is copied when nothing is added. An empty batch stays empty.
     """
-    if size_divisor < 1:
-        raise ValueError(f"size_divisor={size_divisor} must be at least 1")
-    num_rows = _num_rows(data)
-    num_added = -num_rows % size_divisor
-    return (_select_rows(data, torch.arange(num_rows + num_added) % num_rows), num_added) if num_added else (data, 0)
+    batch, num_added = pad_dataproto_to_divisor(_as_batch(data), size_divisor)
+    return (_as_tensordict(batch, data), num_added) if num_added else (data, 0)
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     """Return the batch without its last `pad_size` rows."""
-    if not 0 <= pad_size <= _num_rows(data):
-        raise ValueError(f"pad_size={pad_size} rows cannot be dropped from a batch of {len(data)}")
-    stop, (columns, meta) = len(data) - pad_size, _split(data)
-    return (
-        _join({key: slice_rows(column, 0, stop) for key, column in columns.items()}, meta, data, num_rows=stop)
-        if pad_size
-        else data
-    )
+    batch = unpad_dataproto(_as_batch(data), pad_size)
+    return _as_tensordict(batch, data) if pad_size else data
 
 
 # Whole TensorDicts.
@@ -339,7 +362,7 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
             raise AssertionError(f"entry {key!r} differs: {plain_value(value)} and {plain_value(second[key])}")
 
 
-# Splitting a TensorDict into columns and values of the whole batch, and joining them.
+# TensorDicts as batches, and back.
 
 
 def _num_rows(td: TensorDict) -> int:
@@ -348,24 +371,14 @@ def _num_rows(td: TensorDict) -> int:
     return td.batch_size[0]
 
 
-def _split(td: TensorDict) -> tuple[dict[str, Column], dict[str, Any]]:
+def _as_batch(td: TensorDict) -> DataProto:
+    """Return the columns of a TensorDict, with its values of the whole batch as meta_info."""
     _num_rows(td)
-    meta = meta_of(td)
-    return {key: _as_column(key, entry) for key, entry in td.items() if key not in meta}, meta
+    return DataProto.from_tensordict(td)
 
 
-def _as_column(key: str, entry: Any) -> Column:
-    if isinstance(entry, NonTensorStack):
-        return one_object_per_row(entry.tolist())
-    check_tensor_column(key, entry)
-    return entry
-
-
-def _join(columns: Mapping[str, Column], meta: Mapping[str, Any], like: TensorDict, *, num_rows: int) -> TensorDict:
-    entries = {
-        key: non_tensor_stack(column) if isinstance(column, np.ndarray) else column for key, column in columns.items()
-    }
-    return _with_entries({**entries, **{key: NonTensorData(value) for key, value in meta.items()}}, like, [num_rows])
+def _as_tensordict(batch: DataProto, like: TensorDict) -> TensorDict:
+    return _with_entries(dict(batch.to_tensordict().items()), like, [len(batch)])
 
 
 def _with_entries(entries: dict[str, Any], like: TensorDict, batch_size: Sequence[int] | None = None) -> TensorDict:
