@@ -195,11 +195,13 @@ class AgentLoop(ABC):
     failed is tried again with a new object.
 
     Attributes:
+        loop_name: Under which the loop is registered.
         has_own_deadline: `run` ends itself after `agent_timeout_s`, not counting the time before it begins to work.
         has_own_pace: Its rows never wait for a push. It interrupts their requests, and these go on with new weights.
         player: Names the agent in errors.
     """
 
+    loop_name = ""
     has_own_deadline = False
     has_own_pace = False
 
@@ -268,7 +270,7 @@ def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop
     """Register a loop under the name used by a row's `agent_name` and `rollout.agent.default_agent_loop`."""
 
     def register(cls: type[AgentLoop]) -> type[AgentLoop]:
-        AGENT_LOOPS[name] = cls
+        AGENT_LOOPS[name], cls.loop_name = cls, name
         return cls
 
     return register

@@ -18,8 +18,6 @@ from hybridrl.serving.environments.settings import load_environments, spec_of_ro
 class PlayedEnvironmentLoop(SessionAgentLoop):
     """Lets the environment of a row play an episode."""
 
-    loop_name = "verifiers_agent"
-
     def __init__(self, context: AgentLoopContext):
         super().__init__(context)
         self.specs = load_environments(context.environments)

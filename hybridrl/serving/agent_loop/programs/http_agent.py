@@ -88,8 +88,6 @@ class AgentTask:
 class HTTPAgentLoop(SessionAgentLoop):
     """Starts the program of `rollout.agent.program` for each row."""
 
-    loop_name = "http_agent"
-
     def __init__(self, context: AgentLoopContext):
         super().__init__(context)
         if context.program is None:

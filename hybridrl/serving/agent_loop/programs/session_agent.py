@@ -140,14 +140,9 @@ def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
 
 
 class SessionAgentLoop(AgentLoop):
-    """Base class of loops whose agent sends its requests to a session.
-
-    Attributes:
-        loop_name: Under which the loop is registered.
-    """
+    """Base class of loops whose agent sends its requests to a session."""
 
     has_own_deadline = True
-    loop_name: str
 
     @abstractmethod
     async def play(self, episode: SessionEpisode) -> Any:
@@ -176,7 +171,6 @@ class OutsideAgentLoop(SessionAgentLoop):
     """Offers each row at the endpoint, and waits for the program that claims it."""
 
     has_own_pace = True  # a program may play one episode at a time, so none may wait for others to be claimed
-    loop_name = "outside_agent"
 
     def __init__(self, context: AgentLoopContext):
         super().__init__(context)
