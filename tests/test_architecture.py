@@ -23,11 +23,6 @@ MORE_MODULES = {
 }
 CONTRACTS = {"layers": LayersContract, "forbidden": ForbiddenContract, "independence": IndependenceContract}
 LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-TWINS = {
-    "ShortRound": "to be renamed",
-}
-"""Names of classes that two modules may define, and why."""
-HIDDEN_CIRCLES = ({"hybridrl.trainer.ppo.policy.generation", "hybridrl.trainer.ppo.policy.short_round"},)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +68,7 @@ def circles(graph: grimp.ImportGraph) -> list[list[str]]:
 
 
 def test_no_modules_import_one_another_also_not_for_types_or_by_a_lazy_name(graph):
-    assert [circle for circle in circles(graph) if set(circle) not in HIDDEN_CIRCLES] == []
+    assert circles(graph) == []
 
 
 def graph_of(*imports: tuple[str, str]) -> grimp.ImportGraph:
@@ -167,7 +162,7 @@ def test_the_scripts_of_the_page_do_not_import_one_another(tmp_path):
 
 def test_no_two_classes_share_a_name(source):
     own = {module: tree for module, tree in source.trees.items() if module.startswith("hybridrl")}
-    assert {name: homes for name, homes in counts.twins(own).items() if name not in TWINS} == {}
+    assert counts.twins(own) == {}
 
 
 def test_no_folder_has_more_modules_than_a_reader_can_hold():
