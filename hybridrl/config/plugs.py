@@ -4,6 +4,7 @@
 by its address and imported when a driver or worker looks it up.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hybridrl.config.introspection import keys, value_at
@@ -48,6 +49,16 @@ TRACKERS: Registry[Any] = Registry(
 
 PLUGINS = ("model.external_lib", "actor_rollout_ref.model.external_lib", "algorithm.path")
 """Settings with files and modules that register formulas, models or classes when they are imported."""
+
+
+def import_problems(registry: Registry[Any], names: Iterable[str]) -> Iterator[str]:
+    """Yield import paths without a class. Built-in classes are not imported here."""
+    for name in names:
+        if name not in registry.names():
+            try:
+                registry.lookup(name)
+            except ConfigError as error:
+                yield str(error)
 
 
 def load_plugins(config: Any) -> None:

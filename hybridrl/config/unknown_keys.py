@@ -1,13 +1,12 @@
 """Error messages for unknown keys: why it was removed, the renamed key, a reason, or the nearest one.
 
-`removed.py` has the keys of earlier versions, `verl/table.py` what is known of verl's keys. A suggestion for any other
+`REMOVED` has the keys of earlier versions, `verl/table.py` what is known of verl's keys. A suggestion for any other
 key is made only if it is nearly certain: a wrong one costs more than none.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from difflib import SequenceMatcher
 
-from hybridrl.config.removed import removal
 from hybridrl.config.verl.table import rows_of
 
 MIN_SIMILARITY = 0.6  # of names of plugs: below it a suggestion confuses more than it helps
@@ -15,6 +14,11 @@ MIN_MOVED = 0.8  # of whole keys with the same last part, such as actor.temperat
 MIN_TYPED = 0.85  # of whole keys and of their last parts: one or two letters are wrong
 MAX_SUGGESTIONS = 3
 MAX_LISTED = 25  # keys of a section in an error
+REMOVED: Mapping[str, str] = {
+    "trainer.standby": "was removed: it kept a second copy of all libraries in memory on every node to save seconds of "
+    "a recovery; leave it out, a lost worker is started again without it",
+}
+"""Dotted key to "was removed: REASON; WAY OUT". A key stands for those below it, too. Nothing else has the same key."""
 
 
 def suggest_key(name: str, known: Collection[str]) -> str:
@@ -35,6 +39,12 @@ def suggest_key(name: str, known: Collection[str]) -> str:
     listed = f"{section} has" if section else "there are"
     hint = f"{listed} {', '.join(beside)}" if 0 < len(beside) <= MAX_LISTED else "--help lists all keys"
     return f"{name}: there is no such key; {hint}"
+
+
+def removal(name: str) -> str | None:
+    """Return why the setting `name`, or the group that it was in, is gone; None if no version had it."""
+    above = (name[:dot] for dot, letter in enumerate(f"{name}.") if letter == ".")
+    return next((REMOVED[key] for key in above if key in REMOVED), None)
 
 
 def nearest_keys(name: str, known: Collection[str]) -> list[str]:

@@ -3,7 +3,9 @@ from .adapters import adapter_problems as adapter_problems
 from .adapters import read_saved_adapter as read_saved_adapter
 from .asynchrony import agent_problems as agent_problems
 from .asynchrony import ahead_problems as ahead_problems
+from .asynchrony import elastic_problems as elastic_problems
 from .asynchrony import weight_sync_problems as weight_sync_problems
 from .distillation import distillation_problems as distillation_problems
 from .rollout_correction import rollout_correction_problems as rollout_correction_problems
+from .sampling import reward_problems as reward_problems
 from .sampling import sampling_problems as sampling_problems

@@ -1,10 +1,11 @@
-"""Rules on what runs beside training: agent loops, generation ahead, the transport of weights.
+"""Rules on what runs beside training, and on how many processes: agent loops, generation ahead, transports, ranks.
 
 `rules.py` loads them only if the settings name one of these.
 """
 
 from hybridrl.config.build import Problems, idle_problems
 from hybridrl.config.capabilities import TransportCapabilities
+from hybridrl.config.engines import SECTIONS, rank_unit
 from hybridrl.config.schema.ppo import PPOConfig
 
 HTTP_AGENT, OUTSIDE_AGENT = "http_agent", "outside_agent"  # agent loops of programs: started, or asking for work
@@ -83,19 +84,9 @@ def ahead_problems(config: PPOConfig) -> Problems:
     """Yield settings with which generation cannot run ahead, or would drop every token."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     pool = rollout.n_gpus_per_node
-    if pool and trainer.backend == "local":
-        yield (
-            f"actor_rollout_ref.rollout.n_gpus_per_node={pool}: trainer.backend=local has one process only; "
-            "use trainer.backend=ray"
-        )
     if not pool:
         why = "without actor_rollout_ref.rollout.n_gpus_per_node"
         yield from idle_problems(config, "actor_rollout_ref.rollout.nnodes", why=why)
-    if trainer.eval_n_gpus and trainer.backend == "local":
-        yield (
-            f"trainer.eval_n_gpus={trainer.eval_n_gpus}: trainer.backend=local has one process only; use "
-            "trainer.backend=ray"
-        )
     if not pool and trainer.lag and trainer.backend == "ray":
         yield (
             f"trainer.lag={trainer.lag}: generation and training cannot run concurrently in the same processes; give "
@@ -127,6 +118,31 @@ def ahead_problems(config: PPOConfig) -> Problems:
             f"trainer.staleness={bound} trainer.stale_tokens=drop: responses are trainer.lag={trainer.lag} versions "
             "old, so all of them would be dropped; use trainer.stale_tokens=wait, or trainer.partial_rollout=true"
         )
+
+
+def elastic_problems(config: PPOConfig) -> Problems:
+    """Yield why the run could not go on with fewer ranks (`trainer.min_ranks`)."""
+    trainer, least = config.trainer, config.trainer.min_ranks
+    size, strategy = trainer.nnodes * trainer.n_gpus_per_node, config.actor_rollout_ref.actor.strategy
+    if not least:
+        return
+    key = f"trainer.min_ranks={least}"
+    if least > size:
+        yield f"{key}: the run has {size} ranks (trainer.nnodes * trainer.n_gpus_per_node); set at most that"
+    if strategy not in SECTIONS:
+        yield (
+            f"{key}: actor_rollout_ref.actor.strategy={strategy} is not built in, and its checkpoints may not load "
+            "into another number of ranks; use fsdp or megatron, or leave it out"
+        )
+    elif least % (unit := rank_unit(config)):
+        yield (
+            f"{key}: {unit} processes share a model (tensor, pipeline, context and expert parallel sizes of engine and "
+            f"rollout), so the number of ranks is a multiple of {unit}; set {-(-least // unit) * unit}"
+        )
+    if trainer.save_freq < 0:
+        yield f"{key}: a lost machine takes its snapshots with it; set trainer.save_freq"
+    if not trainer.snapshot_freq:
+        yield f"{key}: with trainer.snapshot_freq=0 a lost process ends the run; set it to 1 or more"
 
 
 def _hybrid_rollout_problems(config: PPOConfig) -> Problems:

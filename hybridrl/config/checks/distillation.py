@@ -108,11 +108,6 @@ def _engine_problems(config: PPOConfig) -> Problems:
             f"distillation.n_gpus_per_node={chosen.n_gpus_per_node}: the teachers' pool has {size} processes, and a "
             f"model is shared between {settings.model_parallel_size}; make it a multiple"
         )
-    if size and config.trainer.backend == "local":
-        yield (
-            f"distillation.n_gpus_per_node={chosen.n_gpus_per_node}: trainer.backend=local has one process only; use "
-            "trainer.backend=ray, or 0"
-        )
     if not chosen.n_gpus_per_node:
         yield from idle_problems(config, "distillation.nnodes", why="without distillation.n_gpus_per_node")
 

@@ -4,17 +4,15 @@ The driver checks them before anything starts. Imports no built-in engine.
 """
 
 from dataclasses import fields
-from importlib.util import find_spec
 
 from hybridrl.config import checks
 from hybridrl.config.build import Problems, idle_problems
-from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings, rank_unit
+from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings
 from hybridrl.config.introspection import value_at
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SupervisedConfig
-from hybridrl.config.schema.workers import MegatronConfig, ModelConfig
 from hybridrl.errors import ConfigError
 
 
@@ -27,7 +25,7 @@ def engine_problems(config: PPOConfig) -> Problems:
         idle += [f"{key}.engine_config", "critic.engine_config"]
     yield from idle_problems(config, *idle, why=f"with {key}.strategy={actor.strategy}; leave it out")
     if used == "megatron":
-        yield from _megatron_problems(config)
+        yield from checks.megatron.policy_problems(config)
     try:
         settings = engine_settings(actor)
     except ConfigError as error:
@@ -42,12 +40,7 @@ def supervised_engine_problems(config: SupervisedConfig) -> Problems:
     idle = [section for section in SECTIONS.values() if section != used]
     yield from idle_problems(config, *idle, why=f"with strategy={config.strategy}; leave it out")
     if used == "megatron":
-        layout, trainer = config.megatron, config.trainer
-        yield from _installation_problems(prefix="")
-        yield from checks.megatron.layout_problems(
-            layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key="megatron"
-        )
-        yield from _model_problems(config.model, layout, key="megatron", model_key="model")
+        yield from checks.megatron.supervised_problems(config)
 
 
 def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
@@ -78,40 +71,6 @@ def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
                 yield f"{key}.fsdp_config.{field.name}=true: the engine of {chosen} has no offload; leave it out"
 
 
-def _megatron_problems(config: PPOConfig) -> Problems:
-    layout, trainer, key = config.actor_rollout_ref.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron"
-    yield from _installation_problems(prefix="actor_rollout_ref.actor.")
-    yield from checks.megatron.layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
-    policy = config.actor_rollout_ref.model
-    yield from _model_problems(policy, layout, key=key, model_key="actor_rollout_ref.model")
-    for path in {config.critic.model.path, config.reward_model.model.path} - {None, policy.path}:
-        if (model := checks.megatron.local_model_config(path)) is not None:
-            yield from (f"{path}: {problem}" for problem in checks.megatron.model_problems(layout, model, key=key))
-    offload = config.critic.fsdp_config
-    if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):
-        yield (
-            f"critic.fsdp_config: offload is not supported with {key}.use_distributed_optimizer=true in this release; "
-            "set that to false"
-        )
-
-
-def _installation_problems(*, prefix: str) -> Problems:
-    if find_spec("megatron") is None:
-        yield (
-            f"{prefix}strategy=megatron: megatron-core is not installed; in the checkout: "
-            "pip install -e '.[megatron]', or use fsdp"
-        )
-
-
-def _model_problems(model: ModelConfig, layout: MegatronConfig, *, key: str, model_key: str) -> Problems:
-    """Yield why Megatron cannot train a model that is on this machine, or its adapters."""
-    if (found := checks.megatron.local_model_config(model.path)) is not None:
-        found |= dict(model.override_config)
-        yield from (f"{model.path}: {problem}" for problem in checks.megatron.model_problems(layout, found, key=key))
-        if model.lora_rank and model.lora_adapter_path is None:
-            yield from checks.megatron.adapted_expert_problems(found, model.target_modules, key=model_key)
-
-
 def critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:
     """Yield a critic on another engine than the actor's, whose processes it shares.
 
@@ -127,69 +86,21 @@ def critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:
             yield str(error)
 
 
-def elastic_problems(config: PPOConfig) -> Problems:
-    """Yield why the run could not go on with fewer ranks (`trainer.min_ranks`)."""
-    trainer, least = config.trainer, config.trainer.min_ranks
-    size, strategy = trainer.nnodes * trainer.n_gpus_per_node, config.actor_rollout_ref.actor.strategy
-    if not least:
-        return
-    key = f"trainer.min_ranks={least}"
-    if least > size:
-        yield f"{key}: the run has {size} ranks (trainer.nnodes * trainer.n_gpus_per_node); set at most that"
-    if trainer.backend == "local":
-        yield f"{key}: trainer.backend=local has one process only; use trainer.backend=ray"
-    if strategy not in SECTIONS:
-        yield (
-            f"{key}: actor_rollout_ref.actor.strategy={strategy} is not built in, and its checkpoints may not load "
-            "into another number of ranks; use fsdp or megatron, or leave it out"
-        )
-    elif least % (unit := rank_unit(config)):
-        yield (
-            f"{key}: {unit} processes share a model (tensor, pipeline, context and expert parallel sizes of engine and "
-            f"rollout), so the number of ranks is a multiple of {unit}; set {-(-least // unit) * unit}"
-        )
-    if trainer.save_freq < 0:
-        yield f"{key}: a lost machine takes its snapshots with it; set trainer.save_freq"
-    if not trainer.snapshot_freq:
-        yield f"{key}: with trainer.snapshot_freq=0 a lost process ends the run; set it to 1 or more"
-
-
 def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
     """Yield budgets below the longest sequence, wherever micro-batches are cut by tokens."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    policy, critic, reward_model = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, ref, generation = policy.actor, policy.ref, policy.rollout
-    with_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.distillation.enabled
-    log_probs = "log_prob_max_token_len_per_gpu"
-    # (key, whether the role exists, whether it cuts micro-batches by tokens, rows per micro-batch)
-    roles = [
-        (
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-            True,
-            actor.use_dynamic_bsz,
-            actor.ppo_micro_batch_size_per_gpu,
-        ),
-        (
-            f"actor_rollout_ref.rollout.{log_probs}",
-            True,
-            generation.log_prob_use_dynamic_bsz,
-            generation.log_prob_micro_batch_size_per_gpu,
-        ),
-        (
-            f"actor_rollout_ref.ref.{log_probs}",
-            with_ref,
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_micro_batch_size_per_gpu,
-        ),
-        ("critic.ppo_max_token_len_per_gpu", with_critic, critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu),
-        (
-            "reward_model.forward_max_token_len_per_gpu",
-            reward_model.enable,
-            False,
-            reward_model.micro_batch_size_per_gpu,
-        ),
-    ]
-    for key, exists, dynamic, rows in roles:
+    policy = config.actor_rollout_ref
+    with_ref = policy.actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.distillation.enabled
+    roles = (  # section, beginning of its settings, whether the role exists, whether it cuts micro-batches by tokens
+        ("actor_rollout_ref.actor", "ppo_", True, policy.actor.use_dynamic_bsz),
+        ("actor_rollout_ref.rollout", "log_prob_", True, policy.rollout.log_prob_use_dynamic_bsz),
+        ("actor_rollout_ref.ref", "log_prob_", with_ref, policy.ref.log_prob_use_dynamic_bsz),
+        ("critic", "ppo_", with_critic, config.critic.use_dynamic_bsz),
+        ("reward_model", "", config.reward_model.enable, False),
+    )
+    for section, prefix, exists, dynamic in roles:
+        rows = value_at(config, f"{section}.{prefix}micro_batch_size_per_gpu")
+        key = f"{section}.{prefix or 'forward_'}max_token_len_per_gpu"
         budget = value_at(config, key)
         if (dynamic or (exists and rows is None)) and budget < longest:
             yield (

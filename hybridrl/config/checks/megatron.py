@@ -6,9 +6,13 @@ it creates process groups. Imports no torch.
 
 import json
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from hybridrl.config.schema.workers import MegatronConfig
+from hybridrl.config.build import Problems
+from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.sft import SupervisedConfig
+from hybridrl.config.schema.workers import MegatronConfig, ModelConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -22,6 +26,49 @@ SUPPORTED_VALUES = {
     "hidden_act": "silu",
 }
 """Values that the engine supports; with another value in config.json it would compute wrong results."""
+
+
+def policy_problems(config: PPOConfig) -> Problems:
+    """Yield what is wrong with Megatron as the engine of a PPO job."""
+    layout, trainer, key = config.actor_rollout_ref.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron"
+    yield from _installation_problems(prefix="actor_rollout_ref.actor.")
+    yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
+    policy = config.actor_rollout_ref.model
+    yield from _model_problems(policy, layout, key=key, model_key="actor_rollout_ref.model")
+    for path in {config.critic.model.path, config.reward_model.model.path} - {None, policy.path}:
+        if (model := local_model_config(path)) is not None:
+            yield from (f"{path}: {problem}" for problem in model_problems(layout, model, key=key))
+    offload = config.critic.fsdp_config
+    if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):
+        yield (
+            f"critic.fsdp_config: offload is not supported with {key}.use_distributed_optimizer=true in this release; "
+            "set that to false"
+        )
+
+
+def supervised_problems(config: SupervisedConfig) -> Problems:
+    """Yield what is wrong with Megatron as the engine of a program that trains one model on fixed data."""
+    layout, trainer = config.megatron, config.trainer
+    yield from _installation_problems(prefix="")
+    yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key="megatron")
+    yield from _model_problems(config.model, layout, key="megatron", model_key="model")
+
+
+def _installation_problems(*, prefix: str) -> Problems:
+    if find_spec("megatron") is None:
+        yield (
+            f"{prefix}strategy=megatron: megatron-core is not installed; in the checkout: "
+            "pip install -e '.[megatron]', or use fsdp"
+        )
+
+
+def _model_problems(model: ModelConfig, layout: MegatronConfig, *, key: str, model_key: str) -> Problems:
+    """Yield why Megatron cannot train a model that is on this machine, or its adapters."""
+    if (found := local_model_config(model.path)) is not None:
+        found |= dict(model.override_config)
+        yield from (f"{model.path}: {problem}" for problem in model_problems(layout, found, key=key))
+        if model.lora_rank and model.lora_adapter_path is None:
+            yield from adapted_expert_problems(found, model.target_modules, key=model_key)
 
 
 def layout_problems(megatron: MegatronConfig, *, world_size: int, key: str) -> Iterator[str]:

@@ -16,7 +16,6 @@ from hybridrl.config.build import Problems, idle_problems, raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
 from hybridrl.config.checks.engines import (
     critic_engine_problems,
-    elastic_problems,
     engine_problems,
     sft_token_budget_problems,
     supervised_engine_problems,
@@ -29,14 +28,11 @@ from hybridrl.config.checks.formulas import (
 )
 from hybridrl.config.checks.rollout import capability_problems, rollout_problems
 from hybridrl.config.introspection import changed
-from hybridrl.config.plugs import REWARD_MANAGERS, TRACKERS
-from hybridrl.config.reward_limits import RewardLimits
+from hybridrl.config.plugs import TRACKERS, import_problems
 from hybridrl.config.schema.data import HubData
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.errors import ConfigError
-from hybridrl.registry import Registry
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ADAPTER_SETTINGS = [
@@ -65,6 +61,11 @@ PPO_ONLY = [
         *("min_ranks", "placement_timeout_s"),
     )
 ]
+PROCESS_SETTINGS = (
+    *("trainer.colocate", "trainer.min_ranks", "trainer.eval_n_gpus", f"{ROLLOUT}.n_gpus_per_node"),
+    "distillation.n_gpus_per_node",
+)
+"""Settings of which every other value than the default needs several processes."""
 Feature = tuple[Iterable[str], Callable[[Any], Problems]]
 """Settings and sections of a feature, and its rules: they yield nothing if all of these have their defaults."""
 LOGGER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
@@ -199,34 +200,6 @@ def mini_batch_problems(config: PPOConfig) -> Problems:
             )
 
 
-def reward_limit_problems(config: PPOConfig) -> Problems:
-    """Yield the limit that is none."""
-    try:
-        RewardLimits.of(config.reward_model.limits)
-    except ConfigError as error:
-        yield str(error)
-
-
-def reward_problems(config: PPOConfig) -> Problems:
-    """Yield incomplete or unused settings of reward model and length penalty."""
-    model, overlong = config.reward_model, config.reward_model.overlong_buffer
-    if model.enable and model.model.path is None:
-        yield "reward_model.enable=true: there is no reward model; set reward_model.model.path"
-    if not model.enable and model.model.path is not None:
-        yield f"reward_model.model.path={model.model.path}: has no effect; set reward_model.enable=true"
-    yield from _import_problems(REWARD_MANAGERS, [model.reward_manager])
-    if not overlong.enable:
-        return
-    if model.reward_manager != "dapo" and model.reward_manager in REWARD_MANAGERS.builtins:
-        yield (
-            "reward_model.overlong_buffer.enable=true: only reward_model.reward_manager=dapo applies it, not "
-            f"{model.reward_manager}"
-        )
-    limit = config.data.max_response_length
-    if not 0 < overlong.len <= limit:
-        yield f"reward_model.overlong_buffer.len={overlong.len}: must be between 1 and data.max_response_length={limit}"
-
-
 def dataset_class_problems(config: PPOConfig) -> Problems:
     """Yield dataset or sampler classes of which only the path or only the name is given."""
     custom = config.data.custom_cls
@@ -250,8 +223,8 @@ def world_size_problems(config: PPOConfig | SupervisedConfig) -> Problems:
             f"trainer.backend=local: runs one process, but trainer.nnodes * trainer.n_gpus_per_node = {size}; "
             "use trainer.backend=ray"
         )
-    if trainer.colocate == "device":
-        yield "trainer.colocate=device: trainer.backend=local has one process only; use trainer.backend=ray"
+    for key, value in changed(config, *PROCESS_SETTINGS).items():
+        yield f"{key}={value}: trainer.backend=local has one process only; use trainer.backend=ray, or leave it out"
 
 
 def validation_problems(config: PPOConfig | SupervisedConfig) -> Problems:
@@ -286,7 +259,7 @@ def record_problems(config: PPOConfig | SupervisedConfig) -> Problems:
         yield f"trainer.resume_from_path={path}: is read only with trainer.resume_mode=resume_path, not {mode}"
     if mode == "resume_path" and path is not None and not Path(path).is_dir():
         yield f"trainer.resume_from_path={path}: there is no such directory{_tilde_hint(path)}"
-    yield from _import_problems(TRACKERS, trainer.logger)
+    yield from import_problems(TRACKERS, trainer.logger)
     for logger in trainer.logger:
         package = LOGGER_PACKAGES.get(logger)
         if package and find_spec(package) is None:
@@ -305,16 +278,6 @@ def ppo_only_problems(config: SupervisedConfig) -> Problems:
     yield from idle_problems(config, *PPO_ONLY, why="here, only in main_ppo; leave it out")
 
 
-def _import_problems(registry: Registry[Any], names: Collection[str]) -> Problems:
-    """Yield import paths without a class. Built-in classes are not imported here."""
-    for name in names:
-        if name not in registry.names():
-            try:
-                registry.lookup(name)
-            except ConfigError as error:
-                yield str(error)
-
-
 def _is_missing(path: str) -> bool:
     """Return whether a local file does not exist; URLs such as s3://... are not checked."""
     return "://" not in path and not Path(path).exists()
@@ -330,11 +293,8 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     engine_problems,
     rollout_problems,
     mini_batch_problems,
-    reward_problems,
-    reward_limit_problems,
     dataset_class_problems,
     world_size_problems,
-    elastic_problems,
     validation_problems,
     record_problems,
     estimator_setting_problems,
@@ -345,7 +305,9 @@ FEATURES: tuple[Feature, ...] = (
     (SAMPLING_SETTINGS, lambda config: checks.sampling_problems(config)),
     (AGENT_SETTINGS, lambda config: checks.agent_problems(config)),
     (AHEAD_SETTINGS, lambda config: checks.ahead_problems(config)),
+    (["trainer.min_ranks"], lambda config: checks.elastic_problems(config)),
     (CORRECTION_SETTINGS, lambda config: checks.rollout_correction_problems(config)),
+    (["reward_model"], lambda config: checks.reward_problems(config)),
     (["distillation"], lambda config: checks.distillation_problems(config)),
 )
 SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Problems], ...] = (

@@ -1,8 +1,11 @@
-"""Rules of the settings that decide which samples a step trains on."""
+"""Rules on rewards, and on the settings that decide which samples a step trains on."""
 
 from hybridrl.config.build import Problems, idle_problems
 from hybridrl.config.checks.asynchrony import OUTSIDE_AGENT
+from hybridrl.config.plugs import REWARD_MANAGERS, import_problems
+from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.errors import ConfigError
 
 
 def sampling_problems(config: PPOConfig) -> Problems:
@@ -93,7 +96,6 @@ def _selection_problems(config: PPOConfig) -> Problems:
     elif algorithm.pf_ppo.reweight_method != "pow":
         yield from idle_problems(config, "algorithm.pf_ppo.weight_pow", why="without reweight_method=pow; leave it out")
     if config.distillation.task_rewards:
-        yield from _length_reward_problems(config)
         return
     scored = {
         "algorithm.select_samples.k": chosen,
@@ -104,6 +106,32 @@ def _selection_problems(config: PPOConfig) -> Problems:
     for key, value in scored.items():
         if value:
             yield f"{key}={value}: needs scores, which a distillation without task rewards has not; leave it out"
+
+
+def reward_problems(config: PPOConfig) -> Problems:
+    """Yield incomplete or unused settings of reward model, limits and length penalties."""
+    model, overlong = config.reward_model, config.reward_model.overlong_buffer
+    if model.enable and model.model.path is None:
+        yield "reward_model.enable=true: there is no reward model; set reward_model.model.path"
+    if not model.enable and model.model.path is not None:
+        yield f"reward_model.model.path={model.model.path}: has no effect; set reward_model.enable=true"
+    yield from import_problems(REWARD_MANAGERS, [model.reward_manager])
+    try:
+        RewardLimits.of(model.limits)
+    except ConfigError as error:
+        yield str(error)
+    if config.distillation.task_rewards:
+        yield from _length_reward_problems(config)
+    if not overlong.enable:
+        return
+    if model.reward_manager != "dapo" and model.reward_manager in REWARD_MANAGERS.builtins:
+        yield (
+            "reward_model.overlong_buffer.enable=true: only reward_model.reward_manager=dapo applies it, not "
+            f"{model.reward_manager}"
+        )
+    limit = config.data.max_response_length
+    if not 0 < overlong.len <= limit:
+        yield f"reward_model.overlong_buffer.len={overlong.len}: must be between 1 and data.max_response_length={limit}"
 
 
 def _length_reward_problems(config: PPOConfig) -> Problems:

@@ -3,8 +3,8 @@ import pytest
 from hybridrl.config import load_config
 from hybridrl.config.introspection import keys
 from hybridrl.config.reference import PROGRAMS
-from hybridrl.config.removed import REMOVED
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.unknown_keys import REMOVED
 from hybridrl.errors import ConfigError
 
 
