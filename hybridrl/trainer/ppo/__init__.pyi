@@ -6,6 +6,7 @@ from .distillation import join_teachers as join_teachers
 from .distillation import submit_to_teachers as submit_to_teachers
 from .distillation import teacher_metrics as teacher_metrics
 from .sampling.branches import add_branch_rows as add_branch_rows
+from .sampling.sample_choice import choose_samples as choose_samples
 from .sampling.tail_batching import TailPrompts as TailPrompts
 from .sampling.tail_batching import add_deferred as add_deferred
 from .sampling.tail_batching import defer_others as defer_others

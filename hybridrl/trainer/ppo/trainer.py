@@ -57,7 +57,6 @@ from hybridrl.trainer.ppo.rewards import (
     score_batch,
 )
 from hybridrl.trainer.ppo.sampling.group_metrics import group_metrics
-from hybridrl.trainer.ppo.sampling.sample_choice import choose_samples
 from hybridrl.trainer.ppo.stages import (
     StepSettings,
     bypasses_old_log_prob,
@@ -256,7 +255,7 @@ class RayPPOTrainer(PPOLoop):
         """Keep k samples of each prompt, by their scores."""
         seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.SELECTION, step=self.global_steps)
         settings, n = self.config.algorithm.select_samples, self.config.actor_rollout_ref.rollout.n
-        ctx.batch, metrics = choose_samples(ctx.batch, settings, n=n, seed=seed)
+        ctx.batch, metrics = ppo.choose_samples(ctx.batch, settings, n=n, seed=seed)
         ctx.reward_extra = {}
         ctx.metrics |= metrics | self._sample_metrics(ctx.batch)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hybridrl import algos
-from hybridrl.algos import advantages, policy_losses, sample_selection
+from hybridrl.algos import advantages, policy_losses
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.futures import DataProtoFuture
@@ -98,9 +98,10 @@ def training_rows(batch: DataProto, config: PPOConfig, *, step: int) -> tuple[to
         return valid, episode_B[valid]
     rows = valid[episode_B[valid] == valid]
     settings, scores = config.algorithm.pf_ppo, batch.batch["token_level_scores"].sum(-1)[rows].numpy()
-    weights = sample_selection.pf_ppo_weights(scores, method=settings.reweight_method, weight_pow=settings.weight_pow)
+    selection = algos.sample_selection
+    weights = selection.pf_ppo_weights(scores, method=settings.reweight_method, weight_pow=settings.weight_pow)
     seed = call_seed(seed=config.trainer.seed, purpose=Purpose.RESAMPLING, step=step)
-    drawn = rows[torch.from_numpy(sample_selection.draw_rows(weights, seed=seed))]
+    drawn = rows[torch.from_numpy(selection.draw_rows(weights, seed=seed))]
     parts = [valid[episode_B[valid] == episode] for episode in drawn]
     sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
     return torch.cat([drawn[:0], *parts]), torch.arange(len(drawn)).repeat_interleave(sizes)
