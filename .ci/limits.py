@@ -1,6 +1,6 @@
 """Print the sizes of `.ci/limits.toml` with their limits, all but that of the core. Exits with 1 above a limit.
 
-    python .ci/limits.py
+    python .ci/limits.py [LIMITS]
 
 `core_size.py` measures the core, because that takes a run. `tests/support/source` has what counts.
 """
@@ -20,11 +20,6 @@ from tests.support.source.imports import Source  # noqa: E402
 
 LIMITS = Path(__file__).with_name("limits.toml")
 GENERATED = ("config.md",)  # of docs/
-
-
-def limits() -> dict[str, int]:
-    """Return the largest allowed value of every size."""
-    return tomllib.loads(LIMITS.read_text(encoding="utf-8"))
 
 
 def sizes() -> dict[str, int]:
@@ -55,13 +50,12 @@ def importers(source: Source) -> dict[str, set[str]]:
     return found
 
 
-def main() -> int:
-    allowed, found = limits(), sizes()
-    for name, size in found.items():
-        verdict = "above the limit" if size > allowed[name] else "" if size == allowed[name] else "lower the limit"
-        sys.stdout.write(f"{name:<24}{size:>8,} of {allowed[name]:>8,}  {verdict}".rstrip() + "\n")
-    return 1 if any(size > allowed[name] for name, size in found.items()) else 0
+def main(limits: Path = LIMITS) -> int:
+    """Print the sizes with the limits of this file, and return 1 if one is above its limit."""
+    lines, fits = counts.compared(sizes(), tomllib.loads(limits.read_text(encoding="utf-8")))
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0 if fits else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(Path, sys.argv[1:])))

@@ -1,10 +1,14 @@
 """What `.ci/limits.py` counts. The limits themselves are checked by `make lint`."""
 
 import ast
+import subprocess
+import sys
+import tomllib
 
 import pytest
 
-from tests.support.source.counts import code_lines, pass_through_functions, small_modules, twins, words
+from tests.support.source.counts import code_lines, compared, pass_through_functions, small_modules, twins, words
+from tests.support.source.imports import ROOT
 
 
 def test_code_lines_are_neither_blank_nor_a_comment_nor_a_docstring():
@@ -61,3 +65,23 @@ def test_twins_are_classes_of_one_name_in_two_modules():
 def test_words_are_counted_as_wc_does(tmp_path):
     (tmp_path / "page.md").write_text("# One  two\n\n* three\n")
     assert words([tmp_path / "page.md"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("size", "fits", "verdict"), [(9, True, "  lower the limit"), (10, True, ""), (11, False, "  above the limit")]
+)
+def test_a_size_above_its_limit_does_not_fit_and_one_below_can_lower_it(size, fits, verdict):
+    line = f"core_lines                    {size:>2} of       10{verdict}"
+    assert compared({"core_lines": size}, {"core_lines": 10, "other": 0}) == ([line], fits)
+
+
+@pytest.mark.parametrize(("limit", "code", "verdict"), [(1, 1, "above the limit"), (10**6, 0, "lower the limit")])
+def test_the_program_of_the_limits_fails_above_one(tmp_path, limit, code, verdict):
+    names = tomllib.loads((ROOT / ".ci" / "limits.toml").read_text(encoding="utf-8"))
+    (tmp_path / "limits.toml").write_text("".join(f"{name} = {10**6}\n" for name in names if name != "code_lines"))
+    with (tmp_path / "limits.toml").open("a") as file:
+        file.write(f"code_lines = {limit}\n")
+    command = [sys.executable, str(ROOT / ".ci" / "limits.py"), str(tmp_path / "limits.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert [line.endswith(verdict) for line in done.stdout.splitlines() if line.startswith("code_lines")] == [True]

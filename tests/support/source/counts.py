@@ -85,3 +85,13 @@ def twins(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
 def words(files: Iterable[Path]) -> int:
     """Return the number of words, as `wc -w` counts them."""
     return sum(len(path.read_text(encoding="utf-8").split()) for path in files)
+
+
+def compared(sizes: Mapping[str, int], limits: Mapping[str, int]) -> tuple[list[str], bool]:
+    """Return a line for each size with its limit, and whether no size is above its limit."""
+    lines = []
+    for name, size in sizes.items():
+        limit = limits[name]
+        verdict = "above the limit" if size > limit else "" if size == limit else "lower the limit"
+        lines.append(f"{name:<24}{size:>8,} of {limit:>8,}  {verdict}".rstrip())
+    return lines, all(size <= limits[name] for name, size in sizes.items())
