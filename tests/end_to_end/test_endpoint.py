@@ -125,10 +125,6 @@ def test_a_policy_in_training_serves_requests_and_trains_on_an_external_agents_r
             {"mode": "async", "endpoint_host": "0.0.0.0"},
             "has no effect without actor_rollout_ref.rollout.endpoint_port",
         ),
-        (
-            {"mode": "async", "endpoint_port": 8000, "n_gpus_per_node": 1, "weight_sync.transport": "shared_memory"},
-            "with actor_rollout_ref.rollout.endpoint_port=8000, a rollout process that restarts",
-        ),
     ],
 )
 def test_invalid_endpoint_settings_are_refused(tmp_path, tiny_qwen2, capsys, changes, message):

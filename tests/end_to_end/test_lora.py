@@ -87,7 +87,7 @@ def test_adapters_alone_reach_an_engine_over_two_processes(tmp_path, tiny_qwen2,
     [
         (
             ["actor_rollout_ref.model.lora_alpha=32"],
-            "lora_alpha=32.0: has no effect without actor_rollout_ref.model.lora_rank",
+            "lora_alpha=32: has no effect without actor_rollout_ref.model.lora_rank",
         ),
         (
             ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[]"],
@@ -111,7 +111,7 @@ def test_invalid_lora_settings_are_refused(tmp_path, tiny_qwen2, capsys, words, 
 
 def test_supervised_fine_tuning_refuses_lora_settings_without_effect(tmp_path, tiny_qwen2, capsys):
     assert main_sft.main([f"model.path={tiny_qwen2}", "model.lora_alpha=3"]) == 2
-    assert "model.lora_alpha=3.0: has no effect without model.lora_rank" in capsys.readouterr().err
+    assert "model.lora_alpha=3: has no effect without model.lora_rank" in capsys.readouterr().err
 
 
 def test_an_exported_adapter_is_continued_from_and_the_actor_without_it_is_the_reference(tmp_path, tiny_qwen2):
