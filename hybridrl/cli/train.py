@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.cli.data.inspection import PROGRAMS, program_of, token_lengths
-from hybridrl.cli.data.tasks import TASKS, task_file
+from hybridrl.cli.data.tasks import TASKS, data_file, task_file
 from hybridrl.cli.plan import USABLE, read_shape, word
 from hybridrl.config import PPOConfig, load_config
-from hybridrl.config.schema.data import HubData
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import validate_config
 from hybridrl.planning.choices import Devices, candidates
@@ -100,12 +99,7 @@ def _files(data: str, source: str | None) -> dict[str, str]:
     """Return the settings of the data; a known task's files are made the first time, from `source` if given."""
     if data in TASKS:
         return {"data.train_files": task_file(data, "train", source), "data.val_files": task_file(data, "test", source)}
-    if Path(data).is_file() or HubData.named(data) is not None:
-        return {"data.train_files": data}
-    raise ConfigError(
-        f"DATA {data}: no such file; give a parquet or .jsonl file, a dataset ORG/NAME of the hub, or one of "
-        f"{', '.join(TASKS)}"
-    )
+    return {"data.train_files": data_file(data, kind="DATA")}
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,6 @@ class SettingSpec:
             return f"{quantity} {', '.join(map(str, self.choices))}"
         return ", ".join(f"{BOUND_SIGNS[sign]} {limit:g}" for sign, limit in self.bounds.items())
 
-    @property
-    def default_text(self) -> str:
-        """The default as written on a command line."""
-        return value_text(self.default)
-
 
 @dataclass(frozen=True)
 class SettingSection:

@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Mapping
 from textwrap import indent
 
-from hybridrl.config.introspection import SettingSection, SettingSpec, sections
+from hybridrl.config.introspection import SettingSection, SettingSpec, sections, value_text
 from hybridrl.config.schema.generation import EvaluationConfig, GenerationConfig
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.preference import DPOConfig, RMConfig
@@ -85,7 +85,7 @@ def _terminal_section(section: SettingSection, keys: list[SettingSpec]) -> str:
 
 def _terminal_key(key: SettingSpec) -> str:
     allowed = f", {key.range_text}" if key.range_text else ""
-    return indent(f"{key.name}={key.default_text}\n    {key.help} ({key.type_name}{allowed})", "  ")
+    return indent(f"{key.name}={value_text(key.default)}\n    {key.help} ({key.type_name}{allowed})", "  ")
 
 
 def _chapter(name: str, schema: type) -> Iterator[str]:
@@ -95,7 +95,8 @@ def _chapter(name: str, schema: type) -> Iterator[str]:
             yield f"### {section.name}\n\n{section.help}\n"
         yield "| key | type | default | allowed | meaning |\n|---|---|---|---|---|"
         yield from (
-            f"| `{key.name}` | {key.type_name} | `{key.default_text}` | {key.range_text} | {key.help} |" for key in keys
+            f"| `{key.name}` | {key.type_name} | `{value_text(key.default)}` | {key.range_text} | {key.help} |"
+            for key in keys
         )
         yield ""
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.config.schema.data import HubData
 from hybridrl.errors import ConfigError
 
 DATA = Path("~/data")
@@ -57,6 +58,22 @@ def list_tasks(arguments: argparse.Namespace) -> None:
     lines += [f"  python -m {script:32} {about}" for script, about in OTHERS.items()]
     lines += ["Each has --local_dir, and --data_source for a copy of your own: a .jsonl file, or a directory of them."]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def data_file(data: str, *, kind: str = "TASK") -> str:
+    """Return a known task's test split, or the name of a file or a dataset of the hub as it is.
+
+    Raises:
+        ConfigError: There is no such file; the message names the argument `kind`.
+    """
+    if data in TASKS:
+        return task_file(data)
+    if Path(data).is_file() or HubData.named(data) is not None:
+        return data
+    raise ConfigError(
+        f"{kind} {data}: no such file; give a parquet or .jsonl file, a dataset ORG/NAME of the hub, or one of "
+        f"{', '.join(TASKS)}"
+    )
 
 
 def task_file(task: str, split: str = USUAL_SPLIT, source: str | None = None) -> str:

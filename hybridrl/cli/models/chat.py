@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -36,8 +36,13 @@ def chat(arguments: argparse.Namespace) -> None:
             return
         with model_directory(arguments.model, trust_remote_code=arguments.trust_remote_code) as path:
             model = loaded_model(arguments, path)
-            with one_replica(model.setup()) as replicas, _opened(runner, _own_endpoint(model, replicas)) as own:
-                converse(runner, own, arguments)
+            with one_replica(model.setup()) as replicas:
+                opened = contextlib.AsyncExitStack()
+                own = runner.run(opened.enter_async_context(_own_endpoint(model, replicas)))
+                try:
+                    converse(runner, own, arguments)
+                finally:
+                    runner.run(opened.aclose())
 
 
 @contextlib.asynccontextmanager
@@ -50,24 +55,6 @@ async def _own_endpoint(model: StandaloneModel, replicas: Any) -> AsyncIterator[
             yield EndpointModel(f"http://127.0.0.1:{endpoint.port}/v1", model.name, api_key_of_environment())
         finally:
             await endpoint.stop()
-
-
-@contextlib.contextmanager
-def _opened(runner: asyncio.Runner, manager: contextlib.AbstractAsyncContextManager) -> Iterator[Any]:
-    """Hold an asynchronous context open between calls of `runner.run`."""
-    value = runner.run(_enter(manager))
-    try:
-        yield value
-    finally:
-        runner.run(_leave(manager))
-
-
-async def _enter(manager: contextlib.AbstractAsyncContextManager) -> Any:
-    return await manager.__aenter__()
-
-
-async def _leave(manager: contextlib.AbstractAsyncContextManager) -> None:
-    await manager.__aexit__(None, None, None)
 
 
 def converse(runner: asyncio.Runner, model: EndpointModel, arguments: argparse.Namespace) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl import main_ppo
-from hybridrl.cli.data.tasks import TASKS, task_file
+from hybridrl.cli.data.tasks import data_file
 from hybridrl.cli.models.export import model_directory
 from hybridrl.config import PPOConfig, load_config
-from hybridrl.config.schema.data import HubData
 from hybridrl.config.schema.generation import ScoringConfig
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.endpoint import EndpointResponse, find_model, respond_all
@@ -40,7 +39,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output {folder}: has samples already; choose another directory")
     if "://" in arguments.model:
         return _evaluate_endpoint(arguments, folder)
-    file = _file_of(arguments.task)
+    file = data_file(arguments.task)
     with model_directory(arguments.model, trust_remote_code=False) as model:
         code = main_ppo.main([*run_settings(file, model, folder, arguments.n), *arguments.settings])
     if code == 0:
@@ -58,15 +57,6 @@ def _sampling_line(file: Path) -> str:
     sampled = f"temperature {chosen['temperature']:g}, top_p {chosen['top_p']:g}" if chosen["do_sample"] else "greedy"
     lengths = f"prompts of at most {data['max_prompt_length']} tokens, responses of {data['max_response_length']}"
     return f"{sampled}; {lengths}"
-
-
-def _file_of(task: str) -> str:
-    """Return the data of a task: a known one's test split, or what `data.val_files` takes."""
-    if task in TASKS:
-        return task_file(task)
-    if Path(task).is_file() or HubData.named(task) is not None:
-        return task
-    raise ConfigError(f"TASK {task}: no such file; give a parquet or .jsonl file, or one of {', '.join(TASKS)}")
 
 
 def run_settings(file: str, model: str, folder: Path, n: int) -> list[str]:
@@ -114,7 +104,7 @@ def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
     if config is None:  # --cfg job has shown the settings
         return 0
     found = find_model(arguments.model, name=arguments.model_name, key_variable=arguments.key_variable)
-    model, file, output = asyncio.run(found), _file_of(arguments.task), str(folder / "samples" / "0.jsonl")
+    model, file, output = asyncio.run(found), data_file(arguments.task), str(folder / "samples" / "0.jsonl")
     rows = ParquetRows(file)
     rows.require(config.data.prompt_key, "data.prompt_key")
     num = len(rows) if config.data.val_max_samples < 0 else min(config.data.val_max_samples, len(rows))

@@ -27,7 +27,7 @@ from hybridrl.config.checks.formulas import (
     policy_loss_problems,
 )
 from hybridrl.config.checks.rollout import capability_problems, rollout_problems
-from hybridrl.config.introspection import changed
+from hybridrl.config.introspection import changed, value_at
 from hybridrl.config.plugs import TRACKERS, import_problems
 from hybridrl.config.schema.data import HubData
 from hybridrl.config.schema.ppo import PPOConfig
@@ -202,14 +202,11 @@ def mini_batch_problems(config: PPOConfig) -> Problems:
 
 def dataset_class_problems(config: PPOConfig) -> Problems:
     """Yield dataset or sampler classes of which only the path or only the name is given."""
-    custom = config.data.custom_cls
-    if (custom.path is None) != (custom.name is None):
-        absent = "path" if custom.path is None else "name"
-        yield f"data.custom_cls.{absent}=null: a dataset class needs both data.custom_cls.path and data.custom_cls.name"
-    sampler = config.data.sampler
-    if (sampler.class_path is None) != (sampler.class_name is None):
-        absent = "class_path" if sampler.class_path is None else "class_name"
-        yield f"data.sampler.{absent}=null: a sampler needs both data.sampler.class_path and data.sampler.class_name"
+    for what, section, prefix in (("dataset class", "custom_cls", ""), ("sampler", "sampler", "class_")):
+        keys = [f"data.{section}.{prefix}{name}" for name in ("path", "name")]
+        absent = [key for key in keys if value_at(config, key) is None]
+        if len(absent) == 1:
+            yield f"{absent[0]}=null: a {what} needs both {' and '.join(keys)}"
 
 
 def world_size_problems(config: PPOConfig | SupervisedConfig) -> Problems:
