@@ -6,34 +6,14 @@ task.use(train).run(max_step=100)
 """
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from hybridrl.framework.context import Context
 from hybridrl.framework.loop import Task
 
 
 class ProcessTask(Task):
     """The task of a process, for programs with one loop; it unpickles as that of the receiving process."""
-
-    def start(
-        self,
-        async_mode: bool = False,
-        n_async_workers: int = 3,
-        ctx: Context | None = None,
-        labels: Iterable[str] | None = None,
-        **options: Any,
-    ) -> Self:
-        """Reset the task as if newly constructed: `with task.start(): ...`.
-
-        As in DI-engine v0.5.3 no context is sent to the peers, unless `auto_sync_ctx=True` is given.
-        """
-        self.stop()
-        vars(self).clear()
-        options.setdefault("auto_sync_ctx", False)
-        self.__init__(async_mode, n_async_workers, ctx=ctx, labels=labels, **options)  # type: ignore[misc]
-        return self
 
     def __reduce__(self) -> tuple:
         return process_task, ()
@@ -42,7 +22,7 @@ class ProcessTask(Task):
 task = ProcessTask()
 
 
-def process_task() -> ProcessTask:
+def process_task() -> Task:
     """Return the task of this process."""
     return task
 

@@ -122,6 +122,24 @@ class Task:
         if attach_callback is not None:
             self.events.attach(attach_callback)
 
+    def start(
+        self,
+        async_mode: bool = False,
+        n_async_workers: int = 3,
+        ctx: Context | None = None,
+        labels: Iterable[str] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Reset the task as if newly constructed, for the module's task: `with task.start(): ...`.
+
+        As in DI-engine v0.5.3 no context is sent to the peers, unless `auto_sync_ctx=True` is given.
+        """
+        self.stop()
+        vars(self).clear()
+        options.setdefault("auto_sync_ctx", False)
+        self.__init__(async_mode, n_async_workers, ctx=ctx, labels=labels, **options)  # type: ignore[misc]
+        return self
+
     def __reduce__(self) -> tuple:
         raise TypeError("a Task belongs to one process and cannot be sent to another; make it in `main`")
 
