@@ -34,6 +34,7 @@ OPTIONAL_ROOMS = (
     "hybridrl.algos.policy_losses.covariance",
     "hybridrl.algos.policy_losses.smooth",
     "hybridrl.algos.policy_losses.weighted",
+    "hybridrl.algos.reward_moments",
     "hybridrl.algos.rollout_correction.rejection",
     "hybridrl.algos.sample_selection",
     "hybridrl.cli",

@@ -1,5 +1,6 @@
 from . import distillation as distillation
 from . import length_rewards as length_rewards
+from . import reward_moments as reward_moments
 from . import sample_selection as sample_selection
 from .advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
 from .advantages import AdvantageEstimator as AdvantageEstimator

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from hybridrl import algos
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.algos.partition import balanced_partition
-from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config import PPOConfig
 from hybridrl.config.engines import critic_engine_settings, engine_settings
 from hybridrl.data_plane.futures import DataProtoFuture
@@ -130,7 +130,7 @@ class PPOLoop(Trainer):
             pad_token_id=pad_token_id(tokenizer),
         )
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
-        self.reward_moments = RewardMoments() if config.algorithm.normalize_reward else None
+        self.reward_moments = algos.reward_moments.RewardMoments() if config.algorithm.normalize_reward else None
         self.reward_guard = NoRewardGuard()
         self.no_signal = NoSignalWarning()
         self.remote_evaluator: RemoteEvaluator | None = None

@@ -7,7 +7,7 @@ from a reward model, a rule, or a rule that reads the model's score. Shapes: B r
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,12 +15,14 @@ import torch
 from hybridrl import algos
 from hybridrl.algos.advantages import AdvantageEstimator
 from hybridrl.algos.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty
-from hybridrl.algos.reward_moments import RewardMoments
 from hybridrl.config.schema.ppo import AlgorithmConfig, KLCtrlConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import AGENT_REWARD, LEFT_OUT, at_last_token, response_lengths, reward_positions
 from hybridrl.rewards.sample_score import as_number
+
+if TYPE_CHECKING:  # only runs that normalise rewards load it
+    from hybridrl.algos.reward_moments import RewardMoments
 
 logger = logging.getLogger(__name__)
 KLController = FixedKLController | AdaptiveKLController
@@ -37,7 +39,7 @@ def make_kl_controller(config: KLCtrlConfig) -> KLController:
 
 
 def add_token_rewards(
-    batch: DataProto, controller: KLController | None, *, kl_penalty: str, moments: RewardMoments | None = None
+    batch: DataProto, controller: KLController | None, *, kl_penalty: str, moments: "RewardMoments | None" = None
 ) -> dict[str, float]:
     """Add `token_level_rewards` (B, T) float32: the scores, minus the KL penalty if there is a controller.
 
