@@ -80,7 +80,7 @@ def test_every_setting_of_the_page_exists():
     assert len(full) > 30 and sorted(full - known.keys()) == []
 
 
-def test_every_row_has_five_cells_and_every_file_exists():
-    assert {line.count("|") for line in TEXT.splitlines() if line.startswith("|")} == {6}
+def test_every_row_has_four_cells_and_every_file_exists():
+    assert {line.count("|") for line in TEXT.splitlines() if line.startswith("|")} == {5}
     files = re.findall(r"\]\((?!https:)([^)#]+)\)", TEXT)
     assert len(files) > 5 and [name for name in files if not (ROOT / "docs" / name).exists()] == []
