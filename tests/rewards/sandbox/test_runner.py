@@ -16,7 +16,6 @@ from tests.support.sandbox_attacks import (
     Site,
     open_site,
     run_attack,
-    table_row,
 )
 
 QUICK = {
@@ -67,9 +66,6 @@ def test_the_same_program_without_a_sandbox_would_be_noticed(attack, site):
     assert "ESCAPED" in ran.stdout
 
 
-def test_the_page_has_every_attack():
-    lines = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text().splitlines()
-    shown = [line for line in lines if line.startswith("| ")]
-    rows = [{table_row(attack, attack.happens, verdict) for verdict in attack.verdicts} for attack in ATTACKS]
-    assert all(row & set(shown) for row in rows)
-    assert f"{len(ATTACKS)} of {len(ATTACKS)} were held" in " ".join(lines)
+def test_the_page_says_how_many_attacks_there_are_and_how_to_run_them():
+    text = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text(encoding="utf-8")
+    assert f"`python -m tests.support.sandbox_attacks` runs {len(ATTACKS)} attacks" in text
