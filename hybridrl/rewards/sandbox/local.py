@@ -4,7 +4,7 @@ There are two kinds of isolation, and `inside` is the same in both. "namespaces"
 leaves that to bubblewrap, for users whom the machine allows namespaces only through that program. A program never runs
 without one: where none works, `SandboxUnavailable` is raised.
 
-`docs/sandbox.md` says what is guaranteed, and has a table of attacks.
+`docs/sandbox.md` says what is guaranteed, and how to run the attacks on it.
 """
 
 import functools
