@@ -29,7 +29,6 @@ OPTIONAL_ROOMS = (
     "hybridrl.algos.advantages.rejection",
     "hybridrl.algos.advantages.temporal",
     "hybridrl.algos.advantages.token_baseline",
-    "hybridrl.algos.distillation",
     "hybridrl.algos.policy_losses.bypass",
     "hybridrl.algos.policy_losses.covariance",
     "hybridrl.algos.policy_losses.smooth",
@@ -68,28 +67,33 @@ OPTIONAL_ROOMS = (
     "hybridrl.single_controller.ray_worker_group",
     "hybridrl.trainer.data.other_sources",
     "hybridrl.trainer.ppo.distillation",
-    "hybridrl.trainer.ppo.sampling.sample_choice",
+    "hybridrl.trainer.ppo.extra_rewards",
+    "hybridrl.trainer.ppo.policy.cross_process_sync",
+    "hybridrl.trainer.ppo.sampling.branches",
+    "hybridrl.trainer.ppo.sampling.group_filter",
     "hybridrl.trainer.ppo.sampling.tail_batching",
     "hybridrl.trainer.ppo.token_record",
-    "hybridrl.trainer.preference",
     "hybridrl.trainer.recovery.elastic",
     "hybridrl.trainer.recovery.master_link",
     "hybridrl.trainer.recovery.nonfinite",
     "hybridrl.trainer.recovery.snapshots",
     "hybridrl.trainer.recovery.step_retry",
+    "hybridrl.trainer.run.column_check",
     "hybridrl.trainer.run.page",
     "hybridrl.trainer.run.tensorboard",
     "hybridrl.trainer.run.tracking_services",
-    "hybridrl.trainer.sft",
     "hybridrl.trainer.supervised",
     "hybridrl.view",
     "hybridrl.workers.critic",
+    "hybridrl.workers.engine.lora",
     "hybridrl.workers.engine.megatron",
     "hybridrl.workers.engine.memory_plan",
-    "hybridrl.workers.export",
+    "hybridrl.workers.engine.snapshot",
+    "hybridrl.workers.engine.export",
     "hybridrl.workers.preference",
     "hybridrl.workers.reward_model",
     "hybridrl.workers.rollout.request_server",
+    "hybridrl.workers.rollout.sampling.logits",
     "hybridrl.workers.rollout.vllm",
 )
 
@@ -106,12 +110,14 @@ sys.exit(code)
 
 def loaded_modules(folder: Path) -> dict[str, Path]:
     """Return module name -> file of every module of hybridrl that a local run of one step loads."""
+    from hybridrl.trainer.run.setup import CHECK_VARIABLE
     from tests.conftest import make_tiny_qwen2
     from tests.support.end_to_end.runs import settings
 
     words = settings(folder, make_tiny_qwen2(folder / "model"), trainer__total_training_steps=1)
     command = [sys.executable, "-c", RUN, str(folder / "loaded.json"), *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    user = {name: value for name, value in os.environ.items() if name != CHECK_VARIABLE}  # the tests set it
+    done = subprocess.run(command, cwd=ROOT, env=user, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise SystemExit(f"the run failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     loaded = json.loads((folder / "loaded.json").read_text())

@@ -29,11 +29,11 @@ from .single_controller.ray_worker_group import (
 from .single_controller.worker import Worker as Worker
 from .single_controller.worker_group import RayClassWithInitArgs as RayClassWithInitArgs
 from .trainer.ppo.trainer import RayPPOTrainer as RayPPOTrainer
-from .trainer.preference.trainer import DPOTrainer as DPOTrainer
-from .trainer.preference.trainer import RMTrainer as RMTrainer
 from .trainer.roles import ResourcePoolManager as ResourcePoolManager
 from .trainer.roles import Role as Role
-from .trainer.sft.trainer import SFTTrainer as SFTTrainer
+from .trainer.supervised.preference import DPOTrainer as DPOTrainer
+from .trainer.supervised.preference import RMTrainer as RMTrainer
+from .trainer.supervised.sft import SFTTrainer as SFTTrainer
 from .workers.actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
 from .workers.critic import CriticWorker as CriticWorker
 from .workers.reward_model import RewardModelWorker as RewardModelWorker

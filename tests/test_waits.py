@@ -88,7 +88,7 @@ EXCEPTIONS = {
         "push.wait()": CALL,
         "self._submit(prompts).get()": CALL,
     },
-    "trainer/ppo/validation.py": {"self._requests.get()": IDLE},
+    "trainer/ppo/policy/remote_evaluator.py": {"self._requests.get()": IDLE},
     "workers/weight_transfer/broadcast.py": {
         "self._in_flight[slot].wait()": COLLECTIVE,
         "self._group.broadcast(data, 0).wait()": COLLECTIVE,

@@ -8,7 +8,7 @@ from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import WorkerLost
 from hybridrl.master.jobs.job_handle import JobHandle
 from hybridrl.trainer.checkpoint.store import CheckpointStore, verify_manifest
-from hybridrl.trainer.ppo.policy.weight_sync import CrossProcessWeightSync
+from hybridrl.trainer.ppo.policy.cross_process_sync import CrossProcessWeightSync
 
 KEPT_CHECKPOINTS = 2
 

@@ -31,7 +31,7 @@ from hybridrl.testing.engine_reference import (
 )
 from hybridrl.trainer.checkpoint.store import check_engine_state
 from hybridrl.workers.engine.base import Engine, EngineSetup, MicroBatching
-from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
+from hybridrl.workers.engine.snapshot import load_engine_state, take_engine_state
 
 POLICY = ("log_probs", "entropy")
 WHOLE = MicroBatching()

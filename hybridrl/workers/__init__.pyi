@@ -1,9 +1,11 @@
 from .actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
 from .critic import CriticWorker as CriticWorker
-from .export import export_adapter as export_adapter
-from .export import export_hf as export_hf
-from .preference.policy import PreferenceWorker as PreferenceWorker
-from .preference.reward import RewardTrainingWorker as RewardTrainingWorker
+from .engine.export import export_adapter as export_adapter
+from .engine.export import export_hf as export_hf
+from .engine.snapshot import load_engine_state as load_engine_state
+from .engine.snapshot import take_engine_state as take_engine_state
+from .preference import PreferenceWorker as PreferenceWorker
+from .preference import RewardTrainingWorker as RewardTrainingWorker
 from .replica import ReplicaWorker as ReplicaWorker
 from .reward_model import RewardModelWorker as RewardModelWorker
 from .sft import SFTWorker as SFTWorker

@@ -29,7 +29,8 @@ from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers import rollout
-from hybridrl.workers.engine.base import AdapterEngine, Engine, EngineSetup, LossFn, MicroBatching
+from hybridrl.workers.distillation import student_terms, teacher_terms
+from hybridrl.workers.engine.base import AdapterEngine, Engine, EngineSetup, LossFn, MicroBatching, TokenTerm
 from hybridrl.workers.engine.hf_model import vocabulary_size
 from hybridrl.workers.engine_worker import (
     engine_setup,
@@ -39,7 +40,7 @@ from hybridrl.workers.engine_worker import (
     on_device,
     required_path,
 )
-from hybridrl.workers.losses import GlobalCounts, OwnLogProbs, actor_loss, student_terms, teacher_terms
+from hybridrl.workers.losses import GlobalCounts, OwnLogProbs, actor_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
@@ -118,9 +119,13 @@ class ActorRolloutRefWorker(WeightPushMixin):
             total_steps=total_optimizer_steps,
             grad_clip=actor.grad_clip,
             lora=lora_of(policy),
-            token_terms=student_terms(self.config.distillation),
+            token_terms=self._student_terms(),
         )
         self.actor = self._set_up(make_engine(actor.strategy, setup))
+
+    def _student_terms(self) -> dict[str, TokenTerm]:
+        teacher = self.config.distillation
+        return student_terms(teacher) if teacher.in_loss else {}
 
     def _with_token_layout(self, setup: EngineSetup) -> EngineSetup:
         """Return the setup with how the engines of the policy arrange the tokens of a micro-batch."""
@@ -299,7 +304,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
                 outputs=(
                     "log_probs",
                     *(("entropy",) if actor.entropy_coeff or own is not None else ()),
-                    *student_terms(self.config.distillation),
+                    *self._student_terms(),
                 ),
                 epochs=actor.ppo_epochs,
                 prefix="actor",

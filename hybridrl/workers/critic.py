@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 
+import torch
+
+from hybridrl.algos.aggregate import agg_loss
+from hybridrl.algos.value_losses import clipped_value_loss
 from hybridrl.config.engines import critic_engine_settings
 from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine.base import Engine, MicroBatching
+from hybridrl.workers.engine.base import Engine, LossFn, MicroBatching
 from hybridrl.workers.engine_worker import TrainingWorker, engine_setup, make_engine, micro_batching
-from hybridrl.workers.losses import critic_loss
+from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 
@@ -87,3 +91,25 @@ class CriticWorker(TrainingWorker):
         return micro_batching(
             critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
         )
+
+
+def critic_loss(cliprange_value: float, counts: GlobalCounts) -> LossFn:
+    """Return the clipped value loss, averaged over response tokens."""
+
+    def loss_fn(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask_BT = rows.batch["response_mask"].float()
+
+        def mean(values_BT: torch.Tensor) -> torch.Tensor:
+            return agg_loss(values_BT, mask_BT, "token-mean", num_tokens=counts.num_tokens, num_seqs=counts.num_seqs)
+
+        losses_BT, clipped_BT = clipped_value_loss(
+            outputs["values"], rows.batch["values"], rows.batch["returns"], cliprange=cliprange_value
+        )
+        loss = mean(losses_BT)
+        return loss, {
+            "critic/vf_loss": loss,
+            "critic/vf_clipfrac": mean(clipped_BT),
+            "critic/vpred_mean": mean(outputs["values"]),
+        }
+
+    return loss_fn

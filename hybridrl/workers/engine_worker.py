@@ -7,9 +7,11 @@ run in a worker process. Subclasses define the other methods that the trainer ca
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
+from hybridrl import workers
 from hybridrl.config import checks
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
@@ -30,7 +32,6 @@ from hybridrl.workers.engine.base import (
 )
 from hybridrl.workers.engine.checkpoint_files import raise_on_all_ranks
 from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak
-from hybridrl.workers.engine_snapshot import EngineState, load_engine_state, take_engine_state
 from hybridrl.workers.losses import REJECTED, GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
 from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
@@ -232,17 +233,17 @@ class TrainingWorker(EngineWorker):
         return engine.num_updates
 
     @register(Dispatch.ONE_TO_ALL)
-    def take_snapshot(self) -> EngineState:
+    def take_snapshot(self) -> Mapping[str, Any]:
         """Return this rank's share of the engine's state."""
-        return take_engine_state(self.trained_engine)
+        return workers.take_engine_state(self.trained_engine)
 
     @register(Dispatch.ALL_TO_ALL)
-    def load_snapshot(self, snapshot: EngineState) -> None:
+    def load_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         """Load what this rank's `take_snapshot` returned, in this process or an earlier one.
 
         The caller passes a list with the snapshots of all ranks.
         """
-        load_engine_state(self.trained_engine, snapshot)
+        workers.load_engine_state(self.trained_engine, snapshot)
 
 
 def has_nonfinite_loss(stats: dict[str, float]) -> bool:

@@ -8,24 +8,22 @@ holds for statistics: their sum over micro-batches and ranks is the value of the
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from hybridrl import algos
 from hybridrl.algos import rollout_correction
 from hybridrl.algos.aggregate import agg_loss, loss_counts
 from hybridrl.algos.kl import kl_penalty
 from hybridrl.algos.policy_losses import OWN_AGG_MODES, get_policy_loss
-from hybridrl.algos.value_losses import clipped_value_loss
-from hybridrl.config.schema.distillation import FULL_MODES, DistillationConfig
+from hybridrl.config.schema.distillation import DistillationConfig
 from hybridrl.config.schema.rollout_correction import CorrectionPlan
 from hybridrl.config.schema.workers import ActorConfig
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.base import LossFn, TokenTerm
+from hybridrl.workers.distillation import divergence_losses
+from hybridrl.workers.engine.base import LossFn
 
 NUM_LOSS_TENSORS = 4  # of every policy loss: log-probs, old ones, advantages, mask
 REJECTED = "rollout_corr/rollout_rs_masked_fraction"
@@ -43,61 +41,6 @@ class GlobalCounts:
     def local(cls, response_mask_BT: torch.Tensor) -> list[float]:
         """Return this rank's share of both counts, to be summed over ranks."""
         return [float(count) for count in loss_counts(response_mask_BT)]
-
-
-DIVERGENCE = "divergence"
-"""Output of the student: its divergence from the teacher.
-
-It needs the log-probs of more than the sampled token.
-"""
-
-
-def student_terms(config: DistillationConfig) -> dict[str, TokenTerm]:
-    """Return what the student computes besides log-probs: nothing if the sampled token suffices."""
-    loss = config.distillation_loss
-    if not config.in_loss or config.samples_only:
-        return {}
-    fn = partial(algos.distillation.DIVERGENCES[loss.loss_mode], min_log_prob=loss.log_prob_min_clamp)
-    whole = loss.loss_mode in FULL_MODES
-    return {
-        DIVERGENCE: TokenTerm(fn, ("teacher_all_log_probs",) if whole else ("teacher_top_ids", "teacher_top_log_probs"))
-    }
-
-
-def teacher_terms(config: DistillationConfig, *, num_tokens: int) -> dict[str, TokenTerm]:
-    """Return what a teacher computes besides log-probs, by the name of the column.
-
-    Args:
-        config: Chooses the divergence.
-        num_tokens: Size of the student's output. A teacher's further outputs, which are padding, are never among the
-            top tokens.
-    """
-    if config.samples_only:
-        return {}
-    if config.distillation_loss.loss_mode in FULL_MODES:
-        return {"teacher_all_log_probs": TokenTerm(lambda log_probs_CV: log_probs_CV)}
-    k = config.distillation_loss.topk
-
-    def ids(log_probs_CV: torch.Tensor) -> torch.Tensor:
-        return algos.distillation.top_ids(log_probs_CV[:, :num_tokens], k)
-
-    return {
-        "teacher_top_ids": TokenTerm(ids),
-        "teacher_top_log_probs": TokenTerm(
-            lambda log_probs_CV: algos.distillation.top_log_probs(log_probs_CV, ids(log_probs_CV))
-        ),
-    }
-
-
-def divergence_losses(config: DistillationConfig, outputs: dict[str, torch.Tensor], rows: DataProto) -> torch.Tensor:
-    """Return the divergence (b, R) of the student from the teacher as configured."""
-    loss = config.distillation_loss
-    if DIVERGENCE in outputs:
-        return algos.distillation.limited(outputs[DIVERGENCE], loss.loss_max_clamp)
-    teacher_BT = rows.batch["teacher_log_prob"]
-    return algos.distillation.sampled_token_loss(
-        outputs["log_probs"], teacher_BT, kind=loss.loss_mode, max_loss=loss.loss_max_clamp
-    )
 
 
 Reduce = Callable[..., torch.Tensor]
@@ -276,38 +219,3 @@ def weighted_losses(losses_BT: torch.Tensor, rows: DataProto) -> torch.Tensor:
     """
     weights_BT = rows.batch.get("rollout_is_weights", None)
     return losses_BT if weights_BT is None else losses_BT * weights_BT
-
-
-def critic_loss(cliprange_value: float, counts: GlobalCounts) -> LossFn:
-    """Return the clipped value loss, averaged over response tokens."""
-
-    def loss_fn(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mask_BT = rows.batch["response_mask"].float()
-
-        def mean(values_BT: torch.Tensor) -> torch.Tensor:
-            return agg_loss(values_BT, mask_BT, "token-mean", num_tokens=counts.num_tokens, num_seqs=counts.num_seqs)
-
-        losses_BT, clipped_BT = clipped_value_loss(
-            outputs["values"], rows.batch["values"], rows.batch["returns"], cliprange=cliprange_value
-        )
-        loss = mean(losses_BT)
-        return loss, {
-            "critic/vf_loss": loss,
-            "critic/vf_clipfrac": mean(clipped_BT),
-            "critic/vpred_mean": mean(outputs["values"]),
-        }
-
-    return loss_fn
-
-
-def sft_loss(counts: GlobalCounts) -> LossFn:
-    """Return the mean negative log-likelihood of the tokens whose `response_mask` is 1."""
-
-    def loss_fn(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mask_BT = rows.batch["response_mask"].float()
-        loss = agg_loss(
-            -outputs["log_probs"], mask_BT, "token-mean", num_tokens=counts.num_tokens, num_seqs=counts.num_seqs
-        )
-        return loss, {"loss": loss}
-
-    return loss_fn

@@ -6,6 +6,9 @@ first of them. Their trainers call them.
 
 from collections.abc import Callable
 
+import torch
+
+from hybridrl.algos.aggregate import agg_loss
 from hybridrl.config.engines import supervised_engine_settings
 from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.engine import EngineSettings
@@ -13,9 +16,9 @@ from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import Engine, EngineSetup, LossFn, MicroBatching
+from hybridrl.workers.engine.export import export_adapter, export_hf
 from hybridrl.workers.engine_worker import TrainingWorker, lora_of, make_engine, micro_batching, required_path
-from hybridrl.workers.export import export_adapter, export_hf
-from hybridrl.workers.losses import GlobalCounts, sft_loss
+from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process, sum_dicts_over_ranks, sum_over_ranks
 
@@ -140,3 +143,16 @@ class SFTWorker(SupervisedWorker):
         own = [-float(log_probs.double().sum()) * counted, num_tokens * counted]
         total, count = sum_over_ranks(own, device=self.device)
         return total, count
+
+
+def sft_loss(counts: GlobalCounts) -> LossFn:
+    """Return the mean negative log-likelihood of the tokens whose `response_mask` is 1."""
+
+    def loss_fn(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask_BT = rows.batch["response_mask"].float()
+        loss = agg_loss(
+            -outputs["log_probs"], mask_BT, "token-mean", num_tokens=counts.num_tokens, num_seqs=counts.num_seqs
+        )
+        return loss, {"loss": loss}
+
+    return loss_fn

@@ -19,7 +19,9 @@ from hybridrl.config.schema.distillation import DistillationConfig, Distillation
 from hybridrl.config.schema.rollout_correction import RolloutCorrectionConfig, correction_plan
 from hybridrl.config.schema.workers import ActorConfig, PolicyLossConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.losses import GlobalCounts, actor_loss, critic_loss, sft_loss
+from hybridrl.workers.critic import critic_loss
+from hybridrl.workers.losses import GlobalCounts, actor_loss
+from hybridrl.workers.sft import sft_loss
 from tests.support.algos.contract import (
     LOSS_SETTINGS,
     NON_NEGATIVE_SCORES,

@@ -10,7 +10,7 @@ from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.trainer.ppo.policy.weight_sync import CrossProcessWeightSync
+from hybridrl.trainer.ppo.policy.cross_process_sync import CrossProcessWeightSync
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.end_to_end.test_megatron import MEGATRON, PP2, TP2
 from tests.end_to_end.test_rollout_placement import (

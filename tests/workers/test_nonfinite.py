@@ -18,10 +18,9 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
-from hybridrl.workers.losses import sft_loss
 from hybridrl.workers.mini_batch import MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import exact_sum
-from hybridrl.workers.sft import SFTWorker
+from hybridrl.workers.sft import SFTWorker, sft_loss
 
 
 class NonFiniteWorker(SFTWorker):

@@ -13,7 +13,7 @@ from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.trainer.checkpoint.export_settings import settings_for_export
 from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, verify_manifest
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.export import check_new_directory
+from hybridrl.workers.engine.export import check_new_directory
 
 
 def export(arguments: argparse.Namespace) -> None:

@@ -63,15 +63,10 @@ def render(
                 f"{location(0)}: the chat template rejects this conversation: {type(error).__name__}: {error}"
             ) from error
     for i, conversation in enumerate(conversations):
-        render(tokenizer, [conversation], partial(_locate_only, location, i), **kwargs)
+        render(tokenizer, [conversation], partial(lambda row, _: location(row), i), **kwargs)
     raise DataError(
         f"{location(0)} and {len(conversations) - 1} rows after it: the chat template fails on them, but on none alone"
     )
-
-
-def _locate_only(location: Callable[[int], str], i: int, _: int) -> str:
-    """Return file and row of conversation i, which is rendered alone."""
-    return location(i)
 
 
 def truncate(tokens: np.ndarray, limit: int, side: str) -> np.ndarray:

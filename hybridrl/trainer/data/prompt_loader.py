@@ -262,6 +262,12 @@ class StepPrompts:
         self.num_drawn = number
         return batch
 
+    def defer_others(self, chosen: Iterable[int] | None, ctx: Any) -> None:
+        """Do nothing: a step trains all prompts whose responses it has. `TailPrompts` lets the others wait."""
+
+    def add_deferred(self, ctx: Any) -> None:
+        """Do nothing: no prompt waits."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return how many batches were drawn; the loader saves its own position."""
         return {"num_drawn": self.num_drawn}

@@ -5,11 +5,13 @@ from .distillation import check_teachers as check_teachers
 from .distillation import join_teachers as join_teachers
 from .distillation import submit_to_teachers as submit_to_teachers
 from .distillation import teacher_metrics as teacher_metrics
+from .extra_rewards import add_length_rewards as add_length_rewards
+from .extra_rewards import add_reward_baselines as add_reward_baselines
+from .extra_rewards import add_reward_components as add_reward_components
+from .policy.cross_process_sync import CrossProcessWeightSync as CrossProcessWeightSync
 from .sampling.branches import add_branch_rows as add_branch_rows
-from .sampling.sample_choice import choose_samples as choose_samples
+from .sampling.group_filter import GroupFilter as GroupFilter
 from .sampling.tail_batching import TailPrompts as TailPrompts
-from .sampling.tail_batching import add_deferred as add_deferred
-from .sampling.tail_batching import defer_others as defer_others
 from .stages import uses_critic as uses_critic
 from .stages import uses_reference as uses_reference
 from .token_record import record_tokens as record_tokens

@@ -98,7 +98,7 @@ def by(condition: Callable[[PPOConfig], Any]) -> Condition:
 
 # -- When a column exists.
 LOG_PROBS = by(lambda config: config.actor_rollout_ref.rollout.calculate_log_probs)
-PARTS, AGENTS = by(lambda config: config.trainer.partial_rollout), by(uses_agents)
+PARTIAL, AGENTS = by(lambda config: config.trainer.partial_rollout), by(uses_agents)
 CRITIC, REFERENCE, EPISODES = by(uses_critic), by(uses_reference), by(trains_branches)
 COMPONENTS, GREEDY, SQUARES = by(uses_components), by(uses_greedy_baseline), by(uses_sum_pi_squared)
 WEIGHS = by(lambda config: correction_plan(config.algorithm.rollout_correction).weighs)
@@ -136,7 +136,7 @@ COLUMNS: Mapping[str, Column] = {
     RESPONSE_MASK: Column("int64", "B R", SAMPLING, "1 on tokens that the policy sampled"),
     ROLLOUT_LOG_PROBS: Column("float32", "B R", SAMPLING, "log-probs at which the rollout sampled", LOG_PROBS),
     WEIGHTS_VERSION: Column("int64", "B", SAMPLING, "of the weights that sampled the first token", only=STALE),
-    TOKEN_VERSIONS: Column("int64", "B R", SAMPLING, "the same of each token, -1 for none", PARTS, STALE),
+    TOKEN_VERSIONS: Column("int64", "B R", SAMPLING, "the same of each token, -1 for none", PARTIAL, STALE),
     NUM_TURNS: Column("int64", "B", SAMPLING, "agent turns of the response", AGENTS),
     RM_SCORES: Column("float32", "B R", SCORING, "the reward model's score, on the last token", has_reward_model),
     TOKEN_LEVEL_SCORES: Column("float32", "B R", SCORING, "rewards before any KL penalty", only=BY_SCORE),

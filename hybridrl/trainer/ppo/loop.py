@@ -15,6 +15,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.engines import critic_engine_settings, engine_settings
 from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.driver.run_context import RunContext
+from hybridrl.errors import CheckpointError
 from hybridrl.framework.stage import DeviceSlots
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
@@ -29,8 +30,8 @@ from hybridrl.trainer.ppo.metrics import global_seqlen_metrics
 from hybridrl.trainer.ppo.off_policy import staleness_metrics
 from hybridrl.trainer.ppo.policy.generator import Generator
 from hybridrl.trainer.ppo.policy.policy_workers import make_policy_workers
+from hybridrl.trainer.ppo.policy.remote_evaluator import RemoteEvaluator
 from hybridrl.trainer.ppo.policy.rollout_pipeline import BatchedGenerator, RolloutPipeline
-from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridrl.trainer.ppo.rewards import (
     NoRewardGuard,
     NoSignalWarning,
@@ -38,10 +39,12 @@ from hybridrl.trainer.ppo.rewards import (
     check_data_sources,
     make_kl_controller,
 )
-from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter
+from hybridrl.trainer.ppo.sampling.replay_buffer import ReplayBuffer
 from hybridrl.trainer.ppo.stages import (
     StepSettings,
     check_roles,
+    filters_groups,
+    max_sample_age,
     rollout_lag,
     samples_per_group,
     scores_reference_with_actor,
@@ -49,7 +52,7 @@ from hybridrl.trainer.ppo.stages import (
     trains_what_it_generates,
 )
 from hybridrl.trainer.ppo.update_batch import call_balanced, num_optimizer_steps, select_columns
-from hybridrl.trainer.ppo.validation import RemoteEvaluator, validate, validate_on_evaluator
+from hybridrl.trainer.ppo.validation import validate, validate_on_evaluator
 from hybridrl.trainer.recovery.policies import ResumeState
 from hybridrl.trainer.roles import ResourcePoolManager, Role, check_worker_classes, worker_role
 from hybridrl.trainer.run.middleware import BatchContext, load_middleware
@@ -57,6 +60,30 @@ from hybridrl.trainer.run.state import StatefulObjects
 from hybridrl.trainer.submitted_call import SubmittedCall, Submitting
 from hybridrl.trainer.utilization import ModelUse
 from hybridrl.workers.engine.utilization.model_flops import ADAPTER_UPDATE, UPDATE, ModelFlops
+
+
+class NoGroupFilter:
+    """A run without `algorithm.filter_groups`; it refuses a checkpoint with groups that were kept for a next step."""
+
+    def state_dict(self) -> None:
+        """Return None: no group is kept."""
+
+    def load_state_dict(self, state: None) -> None:
+        """Do nothing."""
+
+    def save(self, directory: str) -> dict[str, int]:
+        """Return what a filter returns that keeps no group."""
+        return {"rows": 0}
+
+    def load(self, directory: str, state: Mapping[str, int] | None) -> None:
+        """Raise CheckpointError if a filter has kept groups."""
+        if state and state["rows"]:
+            raise CheckpointError(
+                f"{directory} has {state['rows']} samples that were kept for the next step, and "
+                "algorithm.filter_groups.enable=false never trains them: set it to true (or "
+                "algorithm.filter_groups.order=shortest) as in the run that kept them, or resume from a checkpoint "
+                "without kept groups (training/filter_groups/kept_groups=0)"
+            )
 
 
 class PPOLoop(Trainer):
@@ -116,19 +143,8 @@ class PPOLoop(Trainer):
         )
         self.middleware = middleware
         self.prompts = self._tail_prompts() if defers else StepPrompts(train_loader, seed=config.trainer.seed)
-        self.replay_buffer = ReplayBuffer(
-            config.trainer.replay,
-            n=samples_per_group(config),
-            staleness=config.trainer.staleness or 0,
-            pad_token_id=pad_token_id(tokenizer),
-        )
-        self.group_filter = GroupFilter(
-            config.algorithm.filter_groups,
-            n=config.actor_rollout_ref.rollout.n,
-            batch_size=config.data.train_batch_size,
-            max_age=config.trainer.lag if config.trainer.staleness is None else config.trainer.staleness,
-            pad_token_id=pad_token_id(tokenizer),
-        )
+        self.replay_buffer = self._make_replay_buffer() if config.trainer.replay.groups else None
+        self.group_filter = self._make_group_filter() if filters_groups(config) else None
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.reward_moments = algos.reward_moments.RewardMoments() if config.algorithm.normalize_reward else None
         self.reward_guard = NoRewardGuard()
@@ -187,8 +203,8 @@ class PPOLoop(Trainer):
             "prompts": self.prompts,
             "kl_ctrl": self.kl_ctrl,
             "ahead": self.pipeline,
-            "surplus": self.group_filter,
-            "replay": self.replay_buffer,
+            "surplus": self.group_filter or NoGroupFilter(),
+            **({"replay": self.replay_buffer} if self.replay_buffer is not None else {}),
             LEDGER: self.ledger,
             **({"reward_moments": self.reward_moments} if self.reward_moments is not None else {}),
         }
@@ -313,9 +329,26 @@ class PPOLoop(Trainer):
 
     # ---- samples
 
+    def _make_replay_buffer(self) -> ReplayBuffer:
+        return ReplayBuffer(
+            self.config.trainer.replay,
+            n=samples_per_group(self.config),
+            staleness=self.config.trainer.staleness or 0,
+            pad_token_id=pad_token_id(self.tokenizer),
+        )
+
+    def _make_group_filter(self) -> "ppo.GroupFilter":
+        return ppo.GroupFilter(
+            self.config.algorithm.filter_groups,
+            n=self.config.actor_rollout_ref.rollout.n,
+            batch_size=self.config.data.train_batch_size,
+            max_age=max_sample_age(self.config),
+            pad_token_id=pad_token_id(self.tokenizer),
+        )
+
     def _sample_metrics(self, batch: DataProto) -> dict[str, float]:
         """Return ages and lengths of the samples that the step trains on."""
-        metrics = staleness_metrics(batch, version=self.global_steps - 1) if self.group_filter.max_age else {}
+        metrics = staleness_metrics(batch, version=self.global_steps - 1) if max_sample_age(self.config) else {}
         if self.config.trainer.balance_batch:
             lengths = batch.batch["attention_mask"].sum(-1).tolist()
             parts = balanced_partition(lengths, self._num_dp(self.policy.actor.world_size))

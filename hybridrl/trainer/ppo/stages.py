@@ -288,6 +288,11 @@ def max_token_age(config: PPOConfig) -> int | None:
     return config.trainer.staleness if config.trainer.stale_tokens == "drop" else None
 
 
+def max_sample_age(config: PPOConfig) -> int:
+    """Return the age in weight versions that a sample may have in its step: `trainer.staleness`, or the lag."""
+    return config.trainer.lag if config.trainer.staleness is None else config.trainer.staleness
+
+
 def rollout_lag(config: PPOConfig) -> int:
     """Return by how many steps generation is ahead: `trainer.lag`, unless older responses would be rejected."""
     trainer = config.trainer

@@ -42,6 +42,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer import ppo
 from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.data.seeds import Purpose, call_seed
+from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.ppo import columns as c
 from hybridrl.trainer.ppo.loop import PPOLoop
 from hybridrl.trainer.ppo.metrics import log_prob_metrics, metrics_of_update, reward_extra_metrics, step_metrics
@@ -49,9 +50,6 @@ from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_
 from hybridrl.trainer.ppo.rewards import (
     RewardFn,
     add_advantages,
-    add_length_rewards,
-    add_reward_baselines,
-    add_reward_components,
     add_token_rewards,
     apply_agent_results,
     score_batch,
@@ -72,7 +70,7 @@ from hybridrl.trainer.ppo.stages import (
     uses_greedy_baseline,
     uses_sum_pi_squared,
 )
-from hybridrl.trainer.ppo.update_batch import add_covariance_selection, has_tokens, select_training_rows
+from hybridrl.trainer.ppo.update_batch import add_covariance_selection, choose_samples, has_tokens, select_training_rows
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.metrics import mean_over_batches
@@ -169,8 +167,7 @@ class RayPPOTrainer(PPOLoop):
         generated = self.pipeline.pop()
         ctx.batch, ctx.greedy = generated.samples, generated.greedy
         ctx.prompt_rows = generated.prompts.non_tensor_batch.get(ROW, ())
-        if self.config.algorithm.filter_groups.defers:
-            ppo.defer_others(self.prompts, generated.chosen, ctx)
+        self.prompts.defer_others(generated.chosen, ctx)
         ctx.metrics |= {"training/global_step": self.global_steps, "training/epoch": generated.epoch}
         ctx.metrics |= self.generator.metrics
         self.policy.sleep_rollout()
@@ -186,10 +183,10 @@ class RayPPOTrainer(PPOLoop):
             return
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
         if coef := self.config.reward_model.length_reward_coef:
-            ctx.reward_extra["length_reward"] = add_length_rewards(ctx.batch, ctx.reward_extra, coef=coef)
+            ctx.reward_extra["length_reward"] = ppo.add_length_rewards(ctx.batch, ctx.reward_extra, coef=coef)
         ctx.metrics |= reward_extra_metrics(ctx.reward_extra)
         if uses_components(self.config):
-            add_reward_components(ctx.batch, ctx.reward_extra, self.config.algorithm.gdpo_reward_keys)
+            ppo.add_reward_components(ctx.batch, ctx.reward_extra, self.config.algorithm.gdpo_reward_keys)
         ctx.metrics |= group_metrics(ctx.batch, ctx.reward_extra, n=self.config.actor_rollout_ref.rollout.n)
         self.reward_guard.check(ctx.batch.batch["reward_valid"])
         if self.config.trainer.rollout_data_dir:
@@ -205,7 +202,7 @@ class RayPPOTrainer(PPOLoop):
                 "algorithm.adv_estimator; resume with that one, or start a run with remax"
             )
         self.score(ctx.greedy, self.reward_fn, metrics={})
-        ctx.metrics |= add_reward_baselines(ctx.batch, ctx.greedy)
+        ctx.metrics |= ppo.add_reward_baselines(ctx.batch, ctx.greedy)
 
     def score(self, batch: DataProto, reward_fn: RewardFn | None, *, metrics: dict[str, float]) -> dict[str, list]:
         """Add `token_level_scores` and `reward_valid` to the batch, see `rewards.score_batch`."""
@@ -229,6 +226,7 @@ class RayPPOTrainer(PPOLoop):
 
     def filter_groups(self, ctx: BatchContext) -> None:
         """Drop groups of equal rewards; draw, generate and score more prompts until the batch is full."""
+        assert self.group_filter is not None, "the stage runs only with a filter"
         groups = self.group_filter.begin(version=self.global_steps - 1)
         sampled = [ctx]
         while not groups.add(sampled[-1].batch, sampled[-1].reward_extra, epoch=_epoch(sampled[-1])):
@@ -236,8 +234,7 @@ class RayPPOTrainer(PPOLoop):
         ctx.batch, ctx.reward_extra, ctx.group_outcomes = groups.take(), {}, groups.outcomes
         ctx.prompt_rows = ctx.batch.non_tensor_batch[ROW][:: self.config.actor_rollout_ref.rollout.n]
         ctx.metrics |= mean_over_batches([part.metrics for part in sampled]) | groups.metrics()
-        if self.config.algorithm.filter_groups.defers:
-            ppo.add_deferred(self.prompts, ctx)
+        self.prompts.add_deferred(ctx)
         ctx.metrics |= self._sample_metrics(ctx.batch) | {"training/epoch": _epoch(sampled[-1])}
 
     def _sample_again(self, ctx: BatchContext, *, gen_batch: int) -> BatchContext:
@@ -255,7 +252,7 @@ class RayPPOTrainer(PPOLoop):
         """Keep k samples of each prompt, by their scores."""
         seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.SELECTION, step=self.global_steps)
         settings, n = self.config.algorithm.select_samples, self.config.actor_rollout_ref.rollout.n
-        ctx.batch, metrics = ppo.choose_samples(ctx.batch, settings, n=n, seed=seed)
+        ctx.batch, metrics = choose_samples(ctx.batch, settings, n=n, seed=seed)
         ctx.reward_extra = {}
         ctx.metrics |= metrics | self._sample_metrics(ctx.batch)
 
@@ -263,6 +260,7 @@ class RayPPOTrainer(PPOLoop):
         """Append sample groups of earlier steps to the batch, and store its own groups for later steps."""
         ctx.num_new, version = len(ctx.batch), self.global_steps - 1
         seed = call_seed(seed=self.config.trainer.seed, purpose=Purpose.REPLAY, step=self.global_steps)
+        assert self.replay_buffer is not None, "the stage runs only with a buffer"
         ctx.batch = self.replay_buffer.mix_into(ctx.batch, version=version, seed=seed)
         ctx.metrics |= {"replay/kept": len(self.replay_buffer), "replay/rows": len(ctx.batch) - ctx.num_new}
         ctx.metrics |= staleness_metrics(ctx.batch, version=version)
@@ -271,7 +269,7 @@ class RayPPOTrainer(PPOLoop):
         """Append the rows of agents' other conversations. Metrics of samples stay those of the main ones."""
         num_samples = len(ctx.batch)
         ctx.num_new = ctx.get("num_new", num_samples)
-        ctx.batch = ppo.add_branch_rows(ctx.batch, pad_token_id=self.replay_buffer.pad_token_id)
+        ctx.batch = ppo.add_branch_rows(ctx.batch, pad_token_id=pad_token_id(self.tokenizer))
         ctx.metrics["training/rows_per_episode"] = len(ctx.batch) / max(1, num_samples)
 
     def old_log_prob(self, ctx: BatchContext) -> Submitting:

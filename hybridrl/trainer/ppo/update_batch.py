@@ -17,6 +17,7 @@ from hybridrl import algos
 from hybridrl.algos import advantages, policy_losses
 from hybridrl.algos.partition import balanced_partition
 from hybridrl.config import PPOConfig
+from hybridrl.config.schema.ppo import SelectSamplesConfig
 from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
@@ -47,6 +48,33 @@ def prompts_per_update(config: PPOConfig, role: str) -> int:
     """Return the prompts, with all their samples, in one optimizer step of this role."""
     actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
     return config.critic.ppo_mini_batch_size or actor if role == Role.Critic else actor
+
+
+def choose_samples(
+    batch: DataProto, config: SelectSamplesConfig, *, n: int, seed: int
+) -> tuple[DataProto, dict[str, float]]:
+    """Return the chosen rows in their order, k adjacent ones per prompt, and metrics.
+
+    A step calls it before actor, critic or reference compute anything. So only k samples cost a forward and a backward
+    pass, and advantages compare the chosen ones, as in PODS.
+
+    Args:
+        batch: Scored samples, n adjacent rows per prompt.
+        config: Settings `algorithm.select_samples`, with a k.
+        n: Samples per prompt.
+        seed: Seed of `method=random`.
+    """
+    assert config.k is not None, "the stage runs only with a k"
+    scores_GN = batch.batch["token_level_scores"].double().sum(-1).reshape(-1, n).numpy()
+    valid_GN = batch.batch["reward_valid"].bool().reshape(-1, n).numpy()
+    places_Gk = algos.sample_selection.SELECTIONS[config.method](scores_GN, valid_GN, k=config.k, seed=seed)
+    rows = (np.arange(len(places_Gk))[:, None] * n + places_Gk).reshape(-1)
+    scores = scores_GN[valid_GN]
+    metrics = {
+        "training/select_samples/seq_reward_mean": float(scores.mean()) if len(scores) else float("nan"),
+        "training/select_samples/left_out_samples": float(len(batch) - len(rows)),
+    }
+    return batch.select_idxs(torch.from_numpy(rows)), metrics
 
 
 def select_training_rows(

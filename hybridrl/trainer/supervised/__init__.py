@@ -1,1 +1,1 @@
-"""What the trainers of one model on fixed data share: supervised fine-tuning, preference learning, reward models."""
+"""Trainers of one model on fixed data: supervised fine-tuning, preference learning, reward models."""

@@ -8,4 +8,3 @@ from .lora import WEIGHTS as WEIGHTS
 from .lora import adapters_off as adapters_off
 from .lora import add_adapters as add_adapters
 from .model_files import check_model as check_model
-from .peft_format import read_adapter as read_adapter

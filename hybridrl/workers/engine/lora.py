@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.base import LoRA
+from hybridrl.workers.engine.peft_format import read_adapter
 
 ALL_LINEAR = "all-linear"
 PARTS = ("lora_A", "lora_B")
@@ -58,7 +59,7 @@ def adapters_off(models: Sequence[nn.Module]) -> Iterator[None]:
             layer.enabled = True
 
 
-def add_adapters(model: nn.Module, lora: LoRA, *, seed: int, saved: Mapping[str, torch.Tensor] | None = None) -> None:
+def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> None:
     """Freeze the model and add adapters to the chosen linear layers, in place.
 
     The model's outputs do not change, because B starts at 0. A is drawn from `seed` as nn.Linear draws its weight,
@@ -66,15 +67,15 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int, saved: Mapping[str,
 
     Args:
         model: The model.
-        lora: Rank, scale and layers.
+        lora: Rank, scale and layers. With the path of a saved adapter, its layers are adapted, and the outputs are
+            those of the saved adapter.
         seed: Seed of A.
-        saved: A and B of a saved adapter by the names of `adapter_weights`, without scale. Its layers are adapted, and
-            the outputs are those of the saved adapter.
 
     Raises:
         ConfigError: The model has no such target, the rank is higher than that of any of its layers, or the saved
             adapter does not fit the model.
     """
+    saved = None if lora.path is None else read_adapter(lora.path)
     chosen, generator = chosen_layers(model, lora, saved), torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name, layer in chosen.items():
@@ -105,7 +106,7 @@ def chosen_layers(model: nn.Module, lora: LoRA, saved: Mapping[str, torch.Tensor
     Args:
         model: A Hugging Face model, also on the meta device.
         lora: Rank and layers.
-        saved: As for `add_adapters`.
+        saved: A and B of a saved adapter by the names of `adapter_weights`, without scale; None: none.
 
     Raises:
         ConfigError: As for `add_adapters`.

@@ -11,5 +11,7 @@ from .engine_peers import EnginePeers as EnginePeers
 from .hf import HFRollout as HFRollout
 from .request_server import RequestServer as RequestServer
 from .responses import GeneratedTokens as GeneratedTokens
+from .sampling.logits import StopStringCache as StopStringCache
+from .sampling.logits import TokenHistory as TokenHistory
 from .sampling.sampler import SamplingParams as SamplingParams
 from .vllm.rollout import VLLMRollout as VLLMRollout

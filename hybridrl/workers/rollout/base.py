@@ -8,6 +8,7 @@ their own weights. Not here: sampling (`sampling`), single requests (`request_se
 Shapes: B prompt rows, n samples per prompt, S = B * n sequences.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,11 +22,11 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError, model_errors
 from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry
+from hybridrl.workers import rollout
 from hybridrl.workers.engine.base import resolve_dtype
 from hybridrl.workers.rollout.requests import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
-from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStringCache
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, row_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, NamedTensor
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint as fingerprint
 
@@ -113,7 +114,6 @@ class Rollout(ABC):
         self.setup = setup
         self._version = VERSION_ON_DISK if setup.load_format == "auto" else None
         self._received: int | None = None
-        self._stop_strings = StopStringCache(setup.model_path, trust_remote_code=setup.trust_remote_code)
 
     @classmethod
     def setting_problems(cls, settings: RolloutConfig, *, max_length: int) -> Iterable[str]:
@@ -228,6 +228,10 @@ class Rollout(ABC):
         else:
             generated = self.generate_tokens(token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
         return with_responses(prompts, generated, sampling=sampling, version=version)
+
+    @functools.cached_property
+    def _stop_strings(self) -> "rollout.StopStringCache":
+        return rollout.StopStringCache(self.setup.model_path, trust_remote_code=self.setup.trust_remote_code)
 
     def stop_condition(self, sampling: SamplingParams) -> StopCondition:
         """Return what ends a response with these parameters."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hybridrl.workers.rollout.base import Rollout
-from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput, needs_history
-from hybridrl.workers.rollout.sampling.logits import StopCondition
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance
+from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, advance, needs_history
 
 # Tokens that a chunk adds to each of its requests. With fewer, prompts are computed again more often. With more, new
 # requests wait longer.

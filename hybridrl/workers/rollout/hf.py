@@ -27,10 +27,8 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import model_errors
 from hybridrl.workers import rollout
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
-from hybridrl.workers.rollout.requests import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens
-from hybridrl.workers.rollout.sampling.logits import TokenHistory
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, uniforms
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, needs_history, uniforms
 from hybridrl.workers.rollout.versioned import VersionedRollout
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames, fingerprint
 
@@ -72,7 +70,7 @@ class HFRollout(VersionedRollout):
         super().__init__(setup, names=WeightNames.of(self._model))
         self._use_weights_on_disk()
 
-    def request_engine(self) -> RequestEngine:
+    def request_engine(self) -> "rollout.BatchedRequestEngine":
         return rollout.BatchedRequestEngine(self)
 
     @torch.no_grad()
@@ -107,9 +105,9 @@ class HFRollout(VersionedRollout):
     def _generate(
         self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
     ) -> GeneratedTokens:
-        history = TokenHistory.create_if_needed(
-            prompts, sampling, self.stop_condition(sampling), num_done=num_done, device=self._device
-        )
+        history, stop = None, self.stop_condition(sampling)
+        if needs_history(sampling, stop):
+            history = rollout.TokenHistory(prompts, sampling, stop, num_done=num_done, device=self._device)
         keys = keys.to(self._device)
         out = GeneratedTokens.empty(
             len(keys), sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id, device=self._device
@@ -149,7 +147,7 @@ class HFRollout(VersionedRollout):
         logits: torch.Tensor,
         sampling: SamplingParams,
         out: GeneratedTokens,
-        history: TokenHistory | None,
+        history: "rollout.TokenHistory | None",
     ) -> None:
         """Draw tokens into `out` until every sequence has stopped or reached max_new_tokens."""
         stop_ids = torch.tensor(self.stop_condition(sampling).ids, dtype=torch.int64, device=self._device)

@@ -11,7 +11,6 @@ from typing import Literal, Protocol
 import torch
 
 from hybridrl.errors import DataError
-from hybridrl.workers.rollout.sampling.logits import StopCondition
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 
 FinishReason = Literal["stop", "length", "abort", "pause", "error"]
@@ -102,8 +101,3 @@ class RequestEngine(Protocol):
     def num_open(self) -> int: ...
 
     def is_open(self, request_id: str) -> bool: ...
-
-
-def needs_history(sampling: SamplingParams, stop_condition: StopCondition) -> bool:
-    """Return whether the next token depends on the response so far or on its length."""
-    return sampling.penalises or sampling.min_tokens > 0 or stop_condition.strings is not None

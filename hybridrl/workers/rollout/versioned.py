@@ -5,6 +5,7 @@ Weights are verified in the engine's own tensors, and released memory is measure
 `hf` and `vllm` derive from it. An engine adds copying weights in, fingerprinting them, and generating tokens.
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 
@@ -13,11 +14,15 @@ import torch
 from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout.base import VERSION_ON_DISK, Rollout, RolloutHealth, RolloutSetup
-from hybridrl.workers.rollout.memory_release import warn_if_not_released
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 from hybridrl.workers.weight_transfer.adapter_merge import AdapterMerger
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames
+
+logger = logging.getLogger(__name__)
+# Allocators round up, and other threads allocate meanwhile. An engine that kept its weights or its cache frees far
+# less.
+MIN_RELEASED_SHARE = 0.9
 
 
 class VersionedRollout(Rollout):
@@ -115,7 +120,7 @@ class VersionedRollout(Rollout):
             before = self._used_bytes()
             expected = self._release_memory()
             self._awake = False
-            warn_if_not_released(self.engine_name, expected=expected, freed=before - self._used_bytes())
+            _warn_if_not_released(self.engine_name, expected=expected, freed=before - self._used_bytes())
 
     def wake_up(self) -> None:
         if not self._awake:
@@ -147,3 +152,16 @@ class VersionedRollout(Rollout):
     def _require_awake(self, call: str) -> None:
         if not self._awake:
             raise RuntimeError(f"{self.engine_name} rollout: {call}() while asleep; call wake_up() first")
+
+
+def _warn_if_not_released(engine: str, *, expected: int, freed: int) -> None:
+    """Log a warning if an engine freed less than `MIN_RELEASED_SHARE` of the expected bytes."""
+    if freed < MIN_RELEASED_SHARE * expected:
+        logger.warning(
+            "%s rollout: sleep() freed %.1f MB of the %.1f MB that its weights and its cache take. Training continues "
+            "with less free memory. If it runs out, lower actor_rollout_ref.rollout.gpu_memory_utilization or "
+            "kv_cache_memory_mb",
+            engine,
+            freed / 1e6,
+            expected / 1e6,
+        )

@@ -6,7 +6,8 @@ import torch
 from hybridrl.algos.advantages import get_adv_estimator
 from hybridrl.config.schema.workers import ActorConfig, PolicyLossConfig
 from hybridrl.protocol import DataProto
-from hybridrl.workers.losses import GlobalCounts, actor_loss, sft_loss
+from hybridrl.workers.losses import GlobalCounts, actor_loss
+from hybridrl.workers.sft import sft_loss
 
 LENGTHS = torch.tensor([1, 3, 2, 4, 2, 1])
 MASK_BT = (torch.arange(4) < LENGTHS[:, None]).long()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.engine.base import LoRA, MicroBatching
-from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
+from hybridrl.workers.engine.snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import (
     WHOLE,
     case_batch,

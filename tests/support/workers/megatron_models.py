@@ -14,8 +14,9 @@ import torch
 
 from hybridrl.config.schema.workers import ActorConfig
 from hybridrl.protocol import DataProto
+from hybridrl.workers.critic import critic_loss
 from hybridrl.workers.engine.base import LossFn, MicroBatching
-from hybridrl.workers.losses import GlobalCounts, actor_loss, critic_loss
+from hybridrl.workers.losses import GlobalCounts, actor_loss
 from tests.support.workers.engine_cases import VOCAB, save_tiny_qwen2
 
 ROOT = Path(__file__).parents[3]

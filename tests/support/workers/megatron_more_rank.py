@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hybridrl.errors import HybridRLError
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.megatron.parallel_groups import destroy_model_parallel
-from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
+from hybridrl.workers.engine.snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import make_batch, num_response_tokens, train, whole_weights
 from tests.support.workers.megatron_lora_rank import compute
 from tests.support.workers.megatron_models import CP, MICRO, MOVES, PLAIN, POLICY, PP, SP, TP, value_loss

@@ -11,7 +11,7 @@ from hybridrl.config.schema.preference import PreferenceLossConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import Engine, MicroBatching
 from hybridrl.workers.losses import GlobalCounts
-from hybridrl.workers.preference.losses import preference_loss, reward_loss
+from hybridrl.workers.preference import preference_loss, reward_loss
 from tests.support.workers.engine_cases import make_batch, num_response_tokens
 
 LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")

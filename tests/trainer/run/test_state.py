@@ -9,7 +9,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.trainer.checkpoint.step_ledger import StepLedger
 from hybridrl.trainer.data.prompt_dataset import collate_fn
 from hybridrl.trainer.data.prompt_loader import PromptLoader, StepPrompts
-from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
+from hybridrl.trainer.ppo.sampling.replay_buffer import ReplayBuffer
 from hybridrl.trainer.run.state import load_from_memory, load_states, save_states, states_in_memory
 
 

@@ -10,8 +10,8 @@ from hybridrl.config.checks.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, rea
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.workers.engine.base import LoRA
+from hybridrl.workers.engine.export import export_adapter
 from hybridrl.workers.engine.peft_format import adapted_layers, read_adapter
-from hybridrl.workers.export import export_adapter
 from tests.support.workers.engine_cases import (
     WHOLE,
     make_batch,

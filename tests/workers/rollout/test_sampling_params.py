@@ -16,8 +16,8 @@ from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.responses import token_lists
-from hybridrl.workers.rollout.sampling.logits import StopCondition, StopStrings, TokenHistory
-from hybridrl.workers.rollout.sampling.sampler import draw_tokens
+from hybridrl.workers.rollout.sampling.logits import StopStrings, TokenHistory
+from hybridrl.workers.rollout.sampling.sampler import StopCondition, draw_tokens
 from tests.support.end_to_end.runs import settings, train
 
 PROMPT, RESPONSE = 20, 24

@@ -26,7 +26,7 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, VLLMRollout, fingerprint, make_rollout
-from hybridrl.workers.rollout.memory_release import resident_bytes
+from hybridrl.workers.rollout.vllm.memory_release import resident_bytes
 from hybridrl.workers.weight_transfer.base import GrowableBuffer
 from hybridrl.workers.weight_transfer.buckets import OutgoingWeights, fill_buckets, unpack
 

@@ -30,11 +30,12 @@ from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.data_plane.meta_info import CHOSEN_GROUPS, GenerationRequest
 from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
+from hybridrl.trainer import ppo
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.columns import PROMPT_INPUT
 from hybridrl.trainer.ppo.policy.generator import Generator, Pending, PendingResponses, Resync
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
-from hybridrl.trainer.ppo.policy.weight_sync import make_weight_sync
+from hybridrl.trainer.ppo.policy.weight_sync import InProcessWeightSync, WeightSync
 from hybridrl.trainer.ppo.stages import num_chunks, rollout_lag, uses_greedy_baseline
 
 
@@ -157,12 +158,19 @@ class RolloutPipeline:
         self.chunk_tokens = [stop - start for start, stop in bounds]
         rollout = config.actor_rollout_ref.rollout
         overlaps_training = config.trainer.lag > 0 or rollout.endpoint_port > 0
-        self._sync = make_weight_sync(workers, rollout.weight_sync, overlaps_training=overlaps_training)
         self._concurrent = overlaps_training and workers.rollout is not workers.hybrid
+        self._sync = self._make_sync(overlaps_training=overlaps_training)
         self.version: int | None = None  # of the last push
         self._pending: deque[PendingBatch] = deque()
         self._pushes: list[Pending] = []
         self._open()
+
+    def _make_sync(self, *, overlaps_training: bool) -> WeightSync:
+        workers, settings = self.workers, self.config.actor_rollout_ref.rollout.weight_sync
+        if workers.rollout is workers.hybrid:
+            return InProcessWeightSync(workers.hybrid, settings)
+        groups, hybrid = (workers.actor, workers.rollout), workers.hybrid
+        return ppo.CrossProcessWeightSync(*groups, settings, overlaps_training=overlaps_training, hybrid=hybrid)
 
     def __len__(self) -> int:
         return len(self._pending)

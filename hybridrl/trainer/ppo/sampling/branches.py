@@ -13,7 +13,7 @@ import torch
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import BRANCHES, at_last_token, reward_positions
 from hybridrl.trainer.ppo.columns import EPISODE
-from hybridrl.trainer.ppo.replay_buffer import concat_padded
+from hybridrl.trainer.ppo.sampling.replay_buffer import concat_padded
 
 Branch = Mapping[str, Any]
 

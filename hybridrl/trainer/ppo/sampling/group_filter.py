@@ -34,7 +34,7 @@ from hybridrl.rewards.manager import response_lengths
 from hybridrl.trainer.checkpoint.ledger_audit import KEPT, TRAINED, Outcomes
 from hybridrl.trainer.data.prompt_loader import EPOCH, ROW
 from hybridrl.trainer.ppo.off_policy import token_ages
-from hybridrl.trainer.ppo.replay_buffer import concat_padded
+from hybridrl.trainer.ppo.sampling.replay_buffer import concat_padded
 
 logger = logging.getLogger(__name__)
 FILE = "groups"
@@ -137,15 +137,8 @@ class GroupFilter:
         """Replace the kept groups by those that `save` wrote; without state there are none.
 
         Raises:
-            CheckpointError: They have another number of samples, or these settings never train them.
+            CheckpointError: They have another number of samples.
         """
-        if state and state["rows"] and not self.config.chooses:
-            raise CheckpointError(
-                f"{directory} has {state['rows']} samples that were kept for the next step, and "
-                "algorithm.filter_groups.enable=false never trains them: set it to true (or "
-                "algorithm.filter_groups.order=shortest) as in the run that kept them, or resume from a checkpoint "
-                "without kept groups (training/filter_groups/kept_groups=0)"
-            )
         if state and state["rows"] and state.get("n", self.n) != self.n:
             raise CheckpointError(
                 f"{directory} has {state['rows'] // state['n']} groups that were kept for the next step, of "

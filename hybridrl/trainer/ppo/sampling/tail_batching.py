@@ -126,12 +126,28 @@ class TailPrompts(StepPrompts):
             batch.meta_info["num_prompts"] = self.batch_size
         return batch
 
-    def defer(self, chosen: Iterable[int] | None) -> None:
-        """Let the prompts of the round wait that are not chosen.
+    def defer_others(self, chosen: Iterable[int] | None, ctx: BatchContext) -> None:
+        """Let the prompts of the round wait that are not chosen: their responses were ended.
 
         Args:
             chosen: Places of the prompts with complete responses; None after a round that generated all.
+            ctx: Gets what became of the prompts, and metrics.
         """
+        self.defer(chosen)
+        ctx.group_outcomes = self.trained()
+        self.add_deferred(ctx)
+
+    def add_deferred(self, ctx: BatchContext) -> None:
+        """Add the step's deferred prompts to the outcomes of its prompts, and to its metrics."""
+        outcomes: Outcomes = ctx.group_outcomes
+        deferred = self.outcomes()
+        ctx.group_outcomes = {
+            epoch: {**outcomes.get(epoch, {}), **deferred.get(epoch, {})} for epoch in {**outcomes, **deferred}
+        }
+        ctx.metrics |= self.metrics()
+
+    def defer(self, chosen: Iterable[int] | None) -> None:
+        """Let the prompts of the round wait that are not at the places `chosen`; None lets none wait."""
         places = list(range(len(self._drawn)) if chosen is None else chosen)
         left = {*range(len(self._drawn))} - {*places}
         self.waiting += [replace(self._drawn[place], step=self._step()) for place in sorted(left)]
@@ -180,28 +196,3 @@ class TailPrompts(StepPrompts):
         """Continue after a `state_dict`, also one of `StepPrompts`."""
         super().load_state_dict({name: value for name, value in state.items() if name != STATE})
         self.waiting, self._drawn, self._ages = [Prompt(*entry) for entry in state.get(STATE, ())], [], {}
-
-
-def defer_others(prompts: StepPrompts, chosen: Iterable[int] | None, ctx: BatchContext) -> None:
-    """Defer the prompts whose responses a short round has ended.
-
-    Args:
-        prompts: The run's `TailPrompts`.
-        chosen: Places of the prompts with complete responses; None after a long round.
-        ctx: Gets what became of the prompts.
-    """
-    assert isinstance(prompts, TailPrompts)
-    prompts.defer(chosen)
-    ctx.group_outcomes = prompts.trained()
-    add_deferred(prompts, ctx)
-
-
-def add_deferred(prompts: StepPrompts, ctx: BatchContext) -> None:
-    """Add the step's deferred prompts to the outcomes of its prompts, and to its metrics."""
-    assert isinstance(prompts, TailPrompts)
-    outcomes: Outcomes = ctx.group_outcomes
-    deferred = prompts.outcomes()
-    ctx.group_outcomes = {
-        epoch: {**outcomes.get(epoch, {}), **deferred.get(epoch, {})} for epoch in {**outcomes, **deferred}
-    }
-    ctx.metrics |= prompts.metrics()

@@ -194,8 +194,7 @@ def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:
 
 def _adapted(model: nn.Module, config: EngineSetup) -> nn.Module:
     if config.lora is not None:
-        saved = None if config.lora.path is None else engine.read_adapter(config.lora.path)
-        engine.add_adapters(model, config.lora, seed=config.seed, saved=saved)
+        engine.add_adapters(model, config.lora, seed=config.seed)
     return model
 
 

@@ -10,24 +10,15 @@ Shapes: B prompts, S = B * n sequences, N sequences drawn now, V vocabulary, P p
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybridrl.errors import ConfigError
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition
 
 NO_TOKEN = -1  # padding
 MAX_DETECTORS = 32  # sets of stop strings that a rollout keeps
-
-
-@dataclass(frozen=True)
-class StopCondition:
-    """The token ids and the strings (None: no strings) that end a response."""
-
-    ids: tuple[int, ...]
-    strings: "StopStrings | None" = None
 
 
 class TokenHistory:
@@ -52,20 +43,6 @@ class TokenHistory:
         done = [tokens[len(tokens) - num_done :] for tokens in prompts]
         self._responses = _padded(done, num_done + sampling.max_new_tokens, device).repeat_interleave(sampling.n, dim=0)
         self.lengths = torch.full((len(self._responses),), sampling.max_new_tokens, device=device)
-
-    @classmethod
-    def create_if_needed(
-        cls,
-        prompts: list[list[int]],
-        sampling: SamplingParams,
-        stop_condition: StopCondition,
-        *,
-        num_done: int,
-        device: torch.device | str,
-    ) -> "TokenHistory | None":
-        """Return a history for one call, or None if its sampling does not depend on one."""
-        needed = sampling.penalises or sampling.min_tokens > 0 or stop_condition.strings is not None
-        return cls(prompts, sampling, stop_condition, num_done=num_done, device=device) if needed else None
 
     def process_logits(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Return logits (N, V) float32 with penalties and minimum length applied.

@@ -70,6 +70,19 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+@dataclass(frozen=True)
+class StopCondition:
+    """The token ids, and the strings (`logits.StopStrings`; None: no strings) that end a response."""
+
+    ids: tuple[int, ...]
+    strings: Any = None
+
+
+def needs_history(sampling: SamplingParams, stop_condition: StopCondition) -> bool:
+    """Return whether the next token depends on the response so far or on its length."""
+    return sampling.penalises or sampling.min_tokens > 0 or stop_condition.strings is not None
+
+
 def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
     """Return seeds (num_rows,) int64 for the rows of a batch that has no `seeds` column."""
     start = torch.tensor(seed, dtype=torch.int64)

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from hybridrl.workers.rollout.base import RolloutSetup
-from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput, needs_history
-from hybridrl.workers.rollout.sampling.logits import StopCondition
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, needs_history
 from hybridrl.workers.rollout.vllm.process_state import preserve_process_state
 
 MAX_SHARED_BATCHES = 8  # training and validation need two

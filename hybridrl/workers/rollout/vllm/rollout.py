@@ -22,13 +22,12 @@ from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
-from hybridrl.workers.rollout.memory_release import device_bytes, resident_bytes
 from hybridrl.workers.rollout.requests import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens
-from hybridrl.workers.rollout.sampling.logits import StopCondition
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition
 from hybridrl.workers.rollout.versioned import VersionedRollout
 from hybridrl.workers.rollout.vllm.engine_arguments import argument_problems, engine_arguments, require_known
+from hybridrl.workers.rollout.vllm.memory_release import device_bytes, resident_bytes
 from hybridrl.workers.rollout.vllm.process_state import preserve_process_state
 from hybridrl.workers.rollout.vllm.request_engine import VLLMRequestEngine
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames

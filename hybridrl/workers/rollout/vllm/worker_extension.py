@@ -19,11 +19,17 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as EngineParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from hybridrl.workers.rollout.memory_release import release_pages
-from hybridrl.workers.rollout.sampling.logits import StopCondition, TokenHistory
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, uniforms
+from hybridrl.workers.rollout.sampling.logits import TokenHistory
+from hybridrl.workers.rollout.sampling.sampler import (
+    SamplingParams,
+    StopCondition,
+    draw_tokens,
+    needs_history,
+    uniforms,
+)
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.expert_reload import load_weights
+from hybridrl.workers.rollout.vllm.memory_release import release_pages
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 
 if current_platform.is_cpu():
@@ -204,14 +210,14 @@ class RolloutExtension:
         stop_condition: StopCondition,
         num_done: int,
     ) -> SampledBatch:
-        shape = (len(keys), sampling.max_new_tokens)
+        shape, history = (len(keys), sampling.max_new_tokens), None
+        if needs_history(sampling, stop_condition):
+            history = TokenHistory(prompts, sampling, stop_condition, num_done=num_done, device=self.device)
         return SampledBatch(
             keys=keys.to(self.device),
             sampling=sampling,
             tokens=torch.zeros(shape, dtype=torch.int64, device=self.device),
             log_probs=torch.zeros(shape, dtype=torch.float32, device=self.device),
-            history=TokenHistory.create_if_needed(
-                prompts, sampling, stop_condition, num_done=num_done, device=self.device
-            ),
+            history=history,
             end_id=stop_condition.ids[0] if stop_condition.ids else 0,
         )

@@ -14,6 +14,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import BRANCHES
 from hybridrl.trainer.checkpoint.ledger_audit import audit
 from hybridrl.trainer.data.prompt_loader import ROW
+from hybridrl.trainer.ppo.loop import NoGroupFilter
 from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter, differs_in_group, metric_values
 
 N, WIDTH = 2, 3
@@ -212,11 +213,10 @@ def test_kept_groups_are_refused_by_a_run_that_cannot_train_them(tmp_path):
     other = GroupFilter(FilterGroupsConfig(enable=True), n=4, batch_size=1, max_age=1, pad_token_id=9)
     with pytest.raises(CheckpointError, match=r"has 2 groups .* of 2 samples each, and actor_rollout_ref.rollout.n=4"):
         other.load(str(tmp_path), state)
-    off = GroupFilter(FilterGroupsConfig(), n=N, batch_size=1, max_age=1, pad_token_id=9)
     with pytest.raises(
         CheckpointError, match=r"has 4 samples .* algorithm.filter_groups.enable=false never trains them"
     ):
-        off.load(str(tmp_path), state)
+        NoGroupFilter().load(str(tmp_path), state)
     other.load(str(tmp_path), {"rows": 0})
     assert other.kept is None
 

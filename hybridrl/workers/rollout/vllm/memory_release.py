@@ -6,18 +6,12 @@ nothing between two calls.
 """
 
 import ctypes
-import logging
 import mmap
 import os
 from collections.abc import Iterable
 
 import torch
 
-logger = logging.getLogger(__name__)
-
-# Allocators round up, and other threads allocate meanwhile. An engine that kept its weights or its cache frees far
-# less.
-MIN_RELEASED_SHARE = 0.9
 MADV_DONTNEED = 4
 
 
@@ -52,19 +46,6 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> int:
                 ctypes.get_errno(), f"the kernel did not take {length} bytes back: {os.strerror(ctypes.get_errno())}"
             )
     return num_bytes
-
-
-def warn_if_not_released(engine: str, *, expected: int, freed: int) -> None:
-    """Log a warning if an engine freed less than `MIN_RELEASED_SHARE` of the expected bytes."""
-    if freed < MIN_RELEASED_SHARE * expected:
-        logger.warning(
-            "%s rollout: sleep() freed %.1f MB of the %.1f MB that its weights and its cache take. Training continues "
-            "with less free memory. If it runs out, lower actor_rollout_ref.rollout.gpu_memory_utilization or "
-            "kv_cache_memory_mb",
-            engine,
-            freed / 1e6,
-            expected / 1e6,
-        )
 
 
 def _pages(tensors: Iterable[torch.Tensor]) -> set[tuple[int, int]]:

@@ -6,7 +6,7 @@ import torch
 
 from hybridrl.config.schema.ppo import SelectSamplesConfig
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.sampling.sample_choice import choose_samples
+from hybridrl.trainer.ppo.update_batch import choose_samples
 
 
 def scored(scores: list[float]) -> DataProto:

@@ -6,7 +6,7 @@ import torch
 
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.engine.base import LoRA
-from hybridrl.workers.engine_snapshot import load_engine_state, take_engine_state
+from hybridrl.workers.engine.snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import (
     WHOLE,
     make_batch,

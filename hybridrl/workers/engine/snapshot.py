@@ -7,10 +7,9 @@ layout, or for storage, use checkpoints.
 """
 
 import copy
-from collections.abc import Iterator
-from typing import Any, TypedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -19,29 +18,19 @@ from hybridrl.workers.engine.base import Engine, StateTensors
 from hybridrl.workers.engine.checkpoint_files import get_random_state, set_random_state
 
 
-class EngineState(TypedDict):
-    """One rank's share of an engine's state.
-
-    Attributes:
-        tensors: Concatenated bytes of parameters, buffers and optimizer state.
-        groups: Settings of each parameter group of each optimizer.
-        random: State of the random generators, by device.
-        num_updates: Optimizer steps taken.
-    """
-
-    tensors: np.ndarray
-    groups: list[list[dict[str, Any]]]
-    random: dict[str, np.ndarray]
-    num_updates: int
-
-
 @torch.no_grad()
-def take_engine_state(engine: Engine) -> EngineState:
-    """Return a copy of this rank's share of the engine's state."""
+def take_engine_state(engine: Engine) -> dict[str, Any]:
+    """Return a copy of this rank's share of the engine's state.
+
+    Returns:
+        `tensors`: the bytes of parameters, buffers and optimizer state, one array; `groups`: the settings of each
+        parameter group of each optimizer; `random`: the state of the random generators, by device; `num_updates`:
+        optimizer steps taken.
+    """
     state = engine.state_tensors()
     groups = [[copy.deepcopy(_settings(group)) for group in one.param_groups] for one in state.optimizers]
     tensors = torch.cat([_bytes_of(tensor) for tensor in _tensors(state)]).numpy()
-    return EngineState(
+    return dict(
         tensors=tensors,
         groups=groups,
         random={name: state.numpy() for name, state in get_random_state().items()},
@@ -50,7 +39,7 @@ def take_engine_state(engine: Engine) -> EngineState:
 
 
 @torch.no_grad()
-def load_engine_state(engine: Engine, snapshot: EngineState) -> None:
+def load_engine_state(engine: Engine, snapshot: Mapping[str, Any]) -> None:
     """Set an engine to the state of a snapshot, whatever it has done since.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from hybridrl.config.schema.preference import PreferenceLossConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.losses import GlobalCounts
-from hybridrl.workers.preference.losses import preference_loss, reward_loss
+from hybridrl.workers.preference import preference_loss, reward_loss
 
 COUNTS = GlobalCounts(num_tokens=14.0, num_seqs=4.0)
 LENGTHS = torch.tensor([2, 5, 4, 3])

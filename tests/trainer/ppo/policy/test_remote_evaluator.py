@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hybridrl.trainer.ppo.validation import RemoteEvaluator
+from hybridrl.trainer.ppo.policy.remote_evaluator import RemoteEvaluator
 from hybridrl.trainer.run.report import merge_steps
 
 

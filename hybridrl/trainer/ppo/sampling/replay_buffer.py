@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ class ReplayBuffer:
     """
 
     def __init__(self, config: ReplayConfig, *, n: int, staleness: int, pad_token_id: int):
-        self.config, self.n, self.staleness, self.pad_token_id = config, n, staleness, pad_token_id
+        self.config, self.n, self.staleness = config, n, staleness
+        self._concat = partial(concat_padded, pad_token_id=pad_token_id)
         self._groups: deque[SampleGroup] = deque(maxlen=config.size)
 
     def __len__(self) -> int:
@@ -66,7 +68,7 @@ class ReplayBuffer:
         """Return the new samples followed by replayed ones, and add the new ones to the buffer."""
         replayed = self.sample(version=version, seed=seed)
         self.add(batch)
-        return batch if replayed is None else self.concat_padded([batch.select(meta_info_keys=[]), replayed])
+        return batch if replayed is None else self._concat([batch.select(meta_info_keys=[]), replayed])
 
     def add(self, batch: DataProto) -> None:
         """Add the groups that have a token and a reward. A full buffer drops its oldest groups."""
@@ -92,11 +94,7 @@ class ReplayBuffer:
         chosen = [usable[i] for i in sorted(order)]
         for group in chosen:
             group.uses += 1
-        return self.concat_padded([group.rows for group in chosen]) if chosen else None
-
-    def concat_padded(self, batches: Sequence[DataProto]) -> DataProto:
-        """Return the rows of all batches, with prompts padded on the left to one width."""
-        return concat_padded(batches, pad_token_id=self.pad_token_id)
+        return self._concat([group.rows for group in chosen]) if chosen else None
 
     # -- snapshot
 
@@ -114,7 +112,7 @@ class ReplayBuffer:
         """Write the groups to `directory` and return the rest of the state for `load`, JSON-serializable."""
         if self._groups:
             os.makedirs(directory, exist_ok=True)
-            self.concat_padded([group.rows for group in self._groups]).save_to_disk(os.path.join(directory, FILE))
+            self._concat([group.rows for group in self._groups]).save_to_disk(os.path.join(directory, FILE))
         return [{"version": group.version, "uses": group.uses} for group in self._groups]
 
     def load(self, directory: str, state: Iterable[dict[str, Any]] | None) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from hybridrl.config.schema.preference import DPODataConfig, RMDataConfig
 from hybridrl.errors import DataError
-from hybridrl.trainer.preference.dataset import LabelDataset, PairDataset
-from hybridrl.trainer.preference.trainer import mismatched_rows
+from hybridrl.trainer.supervised.preference import mismatched_rows
+from hybridrl.trainer.supervised.preference_data import LabelDataset, PairDataset
 from tests.support.trainer.letter_tokenizer import PLAIN, ids, letter_tokenizer
 
 CONFIG = DPODataConfig(max_length=64)

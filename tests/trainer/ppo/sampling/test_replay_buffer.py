@@ -6,7 +6,7 @@ import torch
 
 from hybridrl.config.schema.trainer import ReplayConfig
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.replay_buffer import ReplayBuffer
+from hybridrl.trainer.ppo.sampling.replay_buffer import ReplayBuffer
 
 N, WIDTH, PAD = 2, 3, 9
 

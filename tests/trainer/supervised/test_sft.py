@@ -12,7 +12,7 @@ from hybridrl.config.schema.sft import SFTDataConfig
 from hybridrl.errors import DataError
 from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.data.sequences import collate_sequences
-from hybridrl.trainer.sft.dataset import SFTDataset
+from hybridrl.trainer.supervised.sft import SFTDataset
 from tests.support.trainer.letter_tokenizer import MARKED, PLAIN, ids, letter_tokenizer
 
 CONFIG = SFTDataConfig(max_length=64)

@@ -4,7 +4,7 @@
     RMTrainer    next_batch -> update -> validate -> log -> save_checkpoint
 
 `main_dpo` and `main_rm` create them. A preference loss is a setting (`loss.loss_type`), not a trainer. What they share
-with other trainers of one model is in `trainer/supervised/trainer.py`.
+with other trainers of one model is in `trainer.py`.
 """
 
 import math
@@ -19,9 +19,9 @@ from hybridrl.framework.stage import Stage
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.data.sequences import collate_sequences
-from hybridrl.trainer.preference.dataset import LabelDataset, PairDataset, PreferenceDataset
 from hybridrl.trainer.run.metrics import mean_metrics
 from hybridrl.trainer.run.middleware import BatchContext
+from hybridrl.trainer.supervised.preference_data import LabelDataset, PairDataset, PreferenceDataset
 from hybridrl.trainer.supervised.trainer import MODEL_INPUT, SupervisedTrainer
 
 REFERENCE = "ref_sequence_log_probs"

@@ -1,25 +1,33 @@
-"""Dataset for supervised fine-tuning: tokenized conversations with a loss mask over the assistant's tokens.
+"""`SFTTrainer`: the driver of supervised fine-tuning, as a list of stages, and its dataset.
 
-`SFTTrainer` uses it in the driver. The mask comes from the chat template's generation markers, or from templating the
-conversation turn by turn.
+    next_batch -> update -> validate -> log -> save_checkpoint
+
+`main_sft` creates it. What it shares with other trainers of one model is in `trainer.py`. `SFTDataset` has tokenized
+conversations with a loss mask over the assistant's tokens. The mask comes from the chat template's generation markers,
+or from templating the conversation turn by turn.
 """
 
 import logging
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from hybridrl.config.schema.sft import SFTDataConfig
+from hybridrl.config.schema.sft import SFTConfig, SFTDataConfig
 from hybridrl.errors import DataError
+from hybridrl.framework.stage import Stage
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render, truncate
 from hybridrl.trainer.data.parquet import ParquetRows
+from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.data.sequences import collate_sequences, end_of_turn
+from hybridrl.trainer.supervised.trainer import MODEL_INPUT, SupervisedTrainer
 
 logger = logging.getLogger(__name__)
+ROLE = "sft"
 Locate = Callable[[int], str]  # position of a conversation -> its file and row, for errors
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -162,3 +170,33 @@ def mask_by_turns(
         end = end_of_turn(tokens, len(head), tokenizer.eos_token_id)
         masks[i][len(head) : end] = [1] * (end - len(head))
     return whole, masks
+
+
+class SFTTrainer(SupervisedTrainer):
+    """The driver of supervised fine-tuning; arguments as for `SupervisedTrainer`."""
+
+    role = ROLE
+    engine_directories: Mapping[str, str] = {ROLE: "model"}
+
+    def load_dataset(self, config: SFTConfig, files: list[str], tokenizer: object) -> SFTDataset:
+        """Return the tokenized conversations of `files`."""
+        return SFTDataset(files, tokenizer, config.data)
+
+    @classmethod
+    def step(cls, config: SFTConfig, roles: Collection[str]) -> list[Stage]:
+        """Return the stages of a step in order."""
+        return [
+            # 1. Conversations.
+            Stage(cls.next_batch, writes=MODEL_INPUT, pure=False),
+            # 2. One optimizer step on the assistant's tokens.
+            Stage(cls.update, role=ROLE, reads=MODEL_INPUT, pure=False),
+            # 3. Outputs.
+            Stage(cls.validate, "testing", ROLE),
+            Stage(cls.log, pure=False),
+            Stage(cls.save_checkpoint, pure=False),
+        ]
+
+    def validation_metrics(self, loader: PromptLoader) -> dict[str, float]:
+        """Return the mean negative log-likelihood of the assistant's tokens."""
+        sums = [self.groups[ROLE].compute_loss(loader.next_batch())[0] for _ in range(loader.steps_per_epoch)]
+        return {"loss": math.fsum(total for total, _ in sums) / math.fsum(count for _, count in sums)}

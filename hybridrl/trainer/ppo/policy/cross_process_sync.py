@@ -1,0 +1,149 @@
+"""`CrossProcessWeightSync`: pushes of the actor's weights to a rollout in processes of its own.
+
+The driver submits a send to rank 0 of the actor and a receive to every rollout process, and moves no bytes. Calls to a
+process execute in submission order. The bytes travel through `workers/weight_transfer`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.trainer.ppo.policy.weight_sync import PendingPush, verify_push
+from hybridrl.workers.weight_transfer.transports import transport_capabilities
+
+
+class CrossProcessWeightSync:
+    """Pushes between an actor and a rollout in separate processes.
+
+    With weight_sync.lora=adapter, a channel carries only the adapters after its first full push.
+
+    Args:
+        actor: Worker group of the actor.
+        rollout: Worker group of the rollout.
+        settings: Settings `actor_rollout_ref.rollout.weight_sync`.
+        overlaps_training: Whether the rollout generates while the actor trains; training must not wait for it then.
+        hybrid: Worker group of the actor, if its processes have a rollout, too.
+    """
+
+    def __init__(
+        self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, overlaps_training: bool, hybrid: Any = None
+    ):
+        self._actor, self._rollout, self._settings = actor, rollout, settings
+        self._overlaps_training = overlaps_training
+        self._transport: str | None = None  # None: to be chosen and opened by the next push
+        self._version: int | None = None  # of the last push that was started
+        self._loaded: tuple[int, Any] | None = None  # version and receipt of the weights that the rollout loaded last
+        self.address: Any = None
+        self.trainer_side: TrainerSideRollout | None = None if hybrid is None else TrainerSideRollout(hybrid, self)
+
+    def send(self, version: int) -> Callable[[], "PendingPush"]:
+        """Start the actor's half of a push. Opens a new channel first if the last push failed."""
+        adapters = self._settings.lora == "adapter" and self._transport is not None
+        if self._transport is None:
+            self._transport = self._open()
+        self._version = version
+        sent = self._actor.send_weights.submit(version, adapters)
+        receipt = sent[0] if self.address is None else None  # a streaming transport has an address
+
+        def receive() -> PendingPush:
+            health = self._rollout.receive_weights.submit(version, receipt, adapters)
+            return PendingPush(self._rollout, health, version, sent=sent, after=partial(self._after, receipt))
+
+        return receive
+
+    @property
+    def resend(self) -> Callable[[Sequence[int]], None] | None:
+        settings = self._settings
+        keeps_all = settings.by_placement or transport_capabilities(settings.transport).stored
+        is_possible = not self._overlaps_training or (keeps_all and settings.lora == "merged")
+        return self._resend if is_possible else None
+
+    def _resend(self, ranks: Sequence[int]) -> None:
+        """Send the other ranks' weights to restarted rollout processes, those of one engine."""
+        if self._overlaps_training:  # the actor may have newer weights
+            assert self._loaded is not None, "a rollout serves requests only after its first push"
+            self._rollout.execute_ranks(ranks, "receive_weights", *self._loaded)
+            return
+        self._rollout.execute_ranks(ranks, "receive_weights", self._version, self._actor.store_weights.submit()[0])
+        self.reset()
+
+    @property
+    def loaded_version(self) -> int | None:
+        """Version of the weights that the rollout loaded last; None before the first push."""
+        return None if self._loaded is None else self._loaded[0]
+
+    def load_into(self, group: Any) -> None:
+        """Load the weights that the rollout loaded last into another group's rollouts, and verify them."""
+        assert self._loaded is not None, "a rollout serves requests only after its first push"
+        version, receipt = self._loaded
+        verify_push(group.receive_weights(version, receipt), version)
+
+    def cancel(self, reason: str) -> None:
+        if self.address is not None:
+            self.address.cancel(reason)
+
+    def reset(self) -> None:
+        self._transport = None
+        if self.trainer_side is not None:
+            self.trainer_side.reset()
+
+    def _open(self) -> str:
+        transport = self._settings.transport
+        if self._settings.by_placement:
+            transport = self._choose()
+        self.address = self._actor.open_weight_channel(transport, self._rollout.world_size)[0]
+        if self.address is not None:
+            self._rollout.join_weight_channel(self.address)
+        return transport
+
+    def _choose(self) -> str:
+        """Return the object store if the rollout may be busy, else the fastest transport between the machines."""
+        if self._overlaps_training:
+            return "object_store"
+        machines = {*self._actor.machine_id(), *self._rollout.machine_id()}
+        return "shared_memory" if len(machines) == 1 else "broadcast"
+
+    def _after(self, receipt: Any, version: int, error: BaseException | None) -> None:
+        if error is not None:
+            self.cancel(f"the push of version {version} has failed")
+            self._transport = None
+            return
+        self._loaded = version, receipt
+        if self._settings.directory is not None:
+            self._actor.drop_stored_weights.submit(version)
+
+
+class TrainerSideRollout:
+    """The rollout in the actor's processes, beside one in processes of its own (`trainer.hybrid_rollout`).
+
+    It generates with the weights of the other one, which are older than the actor's. So it gets them in the same way:
+    from where the actor has stored them at the push.
+
+    Args:
+        group: Worker group of actor and rollout.
+        sync: Pushes to the rollout's own processes.
+    """
+
+    def __init__(self, group: Any, sync: CrossProcessWeightSync):
+        self.group, self._sync = group, sync
+        self._version: int | None = None  # of its weights; None: unknown
+
+    def wake_up(self) -> None:
+        """Hold the weights that the rollout's own processes hold.
+
+        Raises:
+            StaleWeightsError: Some process does not hold them.
+        """
+        self.group.rollout_wake_up()
+        if self._version != self._sync.loaded_version:
+            self._sync.load_into(self.group)
+            self._version = self._sync.loaded_version
+
+    def sleep(self) -> None:
+        """Release the memory that training needs."""
+        self.group.rollout_sleep()
+
+    def reset(self) -> None:
+        """Load the weights again, because a process was replaced or a version repeats."""
+        self._version = None
