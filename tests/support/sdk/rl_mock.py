@@ -1,6 +1,6 @@
 """Six roles in the unified style, re-expressed from the description of DLRover's `rl_mock`: three episodes on text.
 
-After the episodes, the trainer asks the questions of `CHECKS`; `tests/sdk/test_jobs.py` compares the answers.
+After the episodes, the trainer asks the questions of `CHECKS`; `tests/sdk/test_runtime.py` compares the answers.
 """
 
 import asyncio

@@ -6,7 +6,7 @@
 A row is an engine and a layout. Its numbers are the largest differences from a Hugging Face model in float32 that does
 the same without an engine. Logits are compared over the whole vocabulary, at every token that predicts another. For
 PPO, the losses of actor (clipped surrogate, entropy bonus, KL) and critic are compared in both epochs of one step.
-`tests/workers/engine/test_megatron.py` asserts these numbers.
+`tests/workers/engine/megatron/test_engine.py` asserts these numbers.
 """
 
 import argparse

@@ -27,7 +27,7 @@ from hybridrl.errors import ConfigError, PlacementError
 from hybridrl.master.jobs.builder import DLJobBuilder, RLJob, RLJobBuilder
 from hybridrl.master.plan.submit_options import read_options
 
-PROGRAM = str(Path(__file__).parents[2] / "support" / "master" / "spmd_program.py")
+PROGRAM = str(Path(__file__).parents[1] / "support" / "master" / "spmd_program.py")
 ROLES = ("actor", "rollout", "reward", "reference", "critic")
 
 

@@ -9,7 +9,7 @@ import pytest
 from hybridrl import cli, main_ppo
 from tests.support.end_to_end.runs import settings
 
-PAGE = Path(__file__).parents[1] / "docs" / "graph.md"
+PAGE = Path(__file__).parents[2] / "docs" / "graph.md"
 COMMANDS = [
     line for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL) for line in block.splitlines()
 ]

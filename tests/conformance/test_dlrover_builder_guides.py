@@ -22,7 +22,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.builder import DLJobBuilder, Job, RLJob, RLJobBuilder
 from hybridrl.master.plan.without_effect import REASONS
 
-PROGRAM = str(Path(__file__).parents[2] / "support" / "master" / "spmd_program.py")
+PROGRAM = str(Path(__file__).parents[1] / "support" / "master" / "spmd_program.py")
 P = "rl.openrlhf.ppo"
 
 

@@ -1,7 +1,7 @@
 """Adapters on the Megatron engine, on two real processes (gloo), equal those on the FSDP engine in one process.
 
 Both continue one saved adapter in peft's format, whose B is not 0, so that A has a gradient too. The layout TP2 alone
-is also in `test_megatron_more.py`, which every change runs.
+is also in `test_architecture.py`, which every change runs.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
 """The Megatron engine on real processes (gloo), and FSDP's, against plain Hugging Face models in float32: the table of
 parity.
 
-python -m pytest -q tests/workers/engine/test_megatron.py            a layout of each sort, up to two processes
-python -m pytest -q tests/workers/engine/test_megatron.py -m slow    the others, up to four processes
-python -m tests.support.workers.megatron_parity                              prints the table
+python -m pytest -q tests/workers/engine/megatron/test_engine.py            a layout of each sort, up to two processes
+python -m pytest -q tests/workers/engine/megatron/test_engine.py -m slow    the others, up to four processes
+python -m tests.support.workers.megatron_parity                                       prints the table
 """
 
 import pytest

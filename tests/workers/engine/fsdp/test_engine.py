@@ -29,7 +29,7 @@ from tests.support.workers.engine_cases import (
 )
 from tests.support.workers.engine_rank import CASES, POLICY
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EXACT = [name for name in CASES if name not in ("bfloat16", "adapters, packed, recomputed")]
 START_AND_RUN_S = 150
 
