@@ -1,4 +1,4 @@
-"""What follows a failure: one table, and the budgets that limit it.
+"""Reactions to failures: one table, and the budgets that limit it.
 
 Who can act on a failure asks `Budgets.spend`: the router, the trainer, the supervisor of the driver, the supervisor of
 a submitted job. Each decides by itself, so it also decides while the master is down, and reports the decision to the

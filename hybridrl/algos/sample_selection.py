@@ -1,4 +1,4 @@
-"""Which of the scored samples a step trains on.
+"""Selection of the scored samples that a step trains on.
 
 These are k of the n samples of each prompt, or rows drawn again by reward.
 

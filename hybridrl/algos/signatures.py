@@ -1,4 +1,4 @@
-"""Whether a formula of one's own can be called: checked before a run starts, and not in its first step."""
+"""Checks before a run starts that a user's formula accepts the arguments it will get."""
 
 import inspect
 from collections.abc import Callable, Collection

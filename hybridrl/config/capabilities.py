@@ -1,4 +1,4 @@
-"""What a rollout and a transport declare about themselves.
+"""Capabilities that a rollout and a transport declare.
 
 Settings are checked against it before anything starts.
 

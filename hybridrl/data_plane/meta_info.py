@@ -1,4 +1,4 @@
-"""What the driver sends to workers beside the rows, in `meta_info`.
+"""Entries of `meta_info`, which the driver sends to workers beside the rows.
 
 One frozen record per kind of call, under one key.
 

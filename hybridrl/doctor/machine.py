@@ -1,4 +1,4 @@
-"""Whether this machine can run a job: packages, memory, disks, limits, devices."""
+"""Checks of this machine before a job: packages, memory, disks, limits, devices."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""Whether processes of this machine can reach one another, and those of other machines."""
+"""Checks that processes of this machine can reach one another, and those of other machines."""
 
 import importlib.metadata
 import os

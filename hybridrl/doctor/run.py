@@ -1,4 +1,4 @@
-"""What is wrong with a run, from the files that it has written."""
+"""Faults of a run, found in the files that it has written."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def examine_run(path: str) -> Iterator[Finding]:
 
 
 def _end(folder: Folder, *, is_complete: bool) -> Iterator[Finding]:
-    """Yield the error that a run has ended with; none if all steps are done: it was an earlier attempt's."""
+    """Yield the error that a run has ended with. If the last step completed, an earlier attempt left the error."""
     stat = folder.stat(ERROR_FILE)
     if stat is None or is_complete:
         return

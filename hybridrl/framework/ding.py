@@ -1,4 +1,4 @@
-"""What DI-engine's programs use by name: the task of the process, and `ding_init`.
+"""Names that DI-engine's programs use: the task of the process, and `ding_init`.
 
 ding_init(cfg)
 with task.start(ctx=OnlineRLContext()):

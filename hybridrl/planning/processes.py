@@ -1,4 +1,4 @@
-"""What the processes of a PPO job hold in memory, moment by moment."""
+"""Memory of the processes of a PPO job, moment by moment."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

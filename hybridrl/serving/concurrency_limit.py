@@ -1,4 +1,4 @@
-"""How many tasks of an event loop may do the same kind of work at the same time: agents, tools, environments."""
+"""Limit of concurrent tasks of one kind in an event loop: agents, tools, environments."""
 
 import asyncio
 from collections.abc import Hashable

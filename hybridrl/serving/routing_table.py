@@ -1,4 +1,4 @@
-"""What each replica does, and which one gets a request. Pure bookkeeping: waits for nothing and calls nothing.
+"""Load of each replica, and the choice of one for a request. Pure bookkeeping: waits for nothing and calls nothing.
 
 `router.py` is the only user. `ReplicaState` says what a replica does, `NEXT_STATES` how that may change:
 

@@ -1,4 +1,4 @@
-"""How long devices take: a roofline of the model and the device, or measured times of a decoding step.
+"""Durations of work on devices: a roofline of the model and the device, or measured times of a decoding step.
 
 A decoding step of b sequences reads the weights and the keys and values of all their tokens, and computes b tokens: the
 slower of the two counts. Training computes 6 N operations per token and a forward pass 2 N, at a share of the peak.

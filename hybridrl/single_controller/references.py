@@ -1,4 +1,4 @@
-"""What a call passes instead of values: `OutputRefs` for results, and futures and coroutines that are resolved here.
+"""Arguments that a call passes instead of values: `OutputRefs` for results, and futures and coroutines, resolved here.
 
 Used by worker groups in the driver and by `WorkerHost` in worker processes.
 """

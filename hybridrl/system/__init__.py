@@ -1,1 +1,1 @@
-"""What the operating system gives: durable files, child processes, JSON lines over a socket, a machine's identity."""
+"""Operating system: durable files, child processes, JSON lines over a socket, a machine's identity."""

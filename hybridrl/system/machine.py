@@ -1,4 +1,4 @@
-"""Whether two processes are on one machine, whatever its host name is, and how much memory it has."""
+"""Identity of a machine, whatever its host name is, and its memory."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Which requests this machine answers where it serves HTTP: none of web pages of strangers.
+"""Rule for HTTP requests that this machine answers: none of web pages of strangers.
 
 A browser on the same machine runs pages of strangers. Such a page sends its `Origin`, or a `Host` that it made point to
 127.0.0.1.

@@ -1,4 +1,4 @@
-"""What all conformance suites share: a check, its error, and the loop that runs the checks."""
+"""Base of all conformance suites: a check, its error, and the loop that runs the checks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

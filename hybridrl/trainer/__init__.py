@@ -1,4 +1,4 @@
-"""What happens in which order: PPO, SFT and preferences, their data, checkpoints and recovery. Runs in the driver.
+"""Order of the work: PPO, SFT and preferences, their data, checkpoints and recovery. Runs in the driver.
 
 Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
 """

@@ -1,4 +1,4 @@
-"""What each view of the page is sent: a run and the parameters of a request -> plain data.
+"""Answers to the page's requests: a run and the parameters of a request -> plain data.
 
 Called by `server` in a thread, with the run's lock held. A parameter that does not fit raises BadRequest.
 """

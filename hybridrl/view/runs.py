@@ -1,4 +1,4 @@
-"""Which runs a page shows, and the readers of each.
+"""Runs that a page shows, and the readers of each.
 
 Used by `server`, which gives every run a short id. A request names an id, never a path.
 """

@@ -1,4 +1,4 @@
-"""What one process computes: actor, rollout, reference, critic, reward model. Knows no driver.
+"""Computation of one process: actor, rollout, reference, critic, reward model. Knows no driver.
 
 Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
 """

@@ -1,4 +1,4 @@
-"""What the workers of a distillation compute besides log-probs, and the divergence of the student from its teacher.
+"""Distillation in the workers: what they compute besides log-probs, and the divergence of student and teacher.
 
 The formulas are in `algos/distillation.py`. `ActorRolloutRefWorker` and the loss of the policy use it, in the worker
 process.

@@ -67,7 +67,7 @@ class AdvantageEstimator:
         needs_group: The call needs group_B.
         needs: Further arguments that the call needs, by name.
         per_response: The function gets one score per response and returns one advantage per response.
-        masks: The function reads nothing off the mask and returns 0 there.
+        masks: The function ignores tokens outside the mask and returns 0 for them.
     """
 
     name: str
@@ -200,7 +200,7 @@ def register_adv_est(
         name: A str, or a member of an Enum whose value is one.
         needs_critic, needs_group, needs: Arguments that must be given: values_BT, group_B, and any by name.
         per_response: See above. It costs one pass over the rewards and one over the result.
-        masks: The function reads nothing off the mask and returns 0 there, so that nothing is masked around it.
+        masks: The function ignores tokens outside the mask and returns 0 for them, so the wrapper need not.
 
     Raises:
         ConfigError: The name is taken, or the function needs an argument that it does not get.

@@ -1,4 +1,4 @@
-"""Which rows are computed together: parts of equal work, micro-batches, trees of rows that begin alike.
+"""Groups of rows that are computed together: parts of equal work, micro-batches, trees of rows that begin alike.
 
 Public names, listed in `__init__.pyi`, are loaded when they are first asked for: only some runs share prefixes.
 """

@@ -1,4 +1,4 @@
-"""How far the policy that is about to be trained is from the one that generated the samples.
+"""Distance between the policy that is about to be trained and the one that generated the samples.
 
 Shape letters: B rows, T response tokens, N rows with a token. Computed in float64. Nothing here has a gradient.
 """

@@ -1,6 +1,4 @@
-"""`HangDetector`: finds the process that blocks a job.
-
-From activities and, where these do not suffice, from stacks.
+"""`HangDetector`: finds the process that blocks a job, from heartbeats or, if these tie, from stacks.
 
 The master calls `check` periodically. The detector inspects methods that take too long, and at once the processes of a
 call that missed its deadline. It requests stacks over the heartbeat connections and never waits for a process that

@@ -1,4 +1,4 @@
-"""How a process of this machine ended, as the kernel reports it.
+"""State and end of a process of this machine, as the kernel reports them.
 
 The master calls this in its own process, or as a Ray task on the node of a process of another machine.
 """

@@ -1,4 +1,4 @@
-"""What a process of a job has printed: the end of its stdout and stderr files.
+"""Output of a job's process: the end of its stdout and stderr files.
 
 Every process reports the paths of these files to the master (`heartbeat_client.process_identity`). A worker's are in
 the log directory of Ray's session, which remains after the end of the process, and of the cluster. They are read here

@@ -1,4 +1,4 @@
-"""What the master knows and does: `reduce(state, event) -> (state, effects)`, a pure function.
+"""State machine of the master: `reduce(state, event) -> (state, effects)`, a pure function.
 
 Detectors (a closed connection, missing heartbeats, a dead node) and reports of the trainer become events. The master
 (`service/job_master.py`) executes the effects, possibly twice. A state is a fold over the journal's events, so a

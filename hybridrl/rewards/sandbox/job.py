@@ -1,4 +1,4 @@
-"""What a sandbox runs and what it returns: `Program`, `Limits`, `Outcome`, and the interface `Sandbox`.
+"""Input and output of a sandbox: `Program`, `Limits`, `Outcome`, and the interface `Sandbox`.
 
 Two sorts of trouble are kept apart. What the program does is an outcome, whatever it does. That a sandbox cannot run
 it is an error, `SandboxFailed`: it says nothing about the program, and is never a score.

@@ -1,4 +1,4 @@
-"""What a `BaseTrainer` calls: `RoleGroupProxy` for all processes of a role, `WorkloadHandle` for one.
+"""Handles that a `BaseTrainer` calls: `RoleGroupProxy` for all processes of a role, `WorkloadHandle` for one.
 
 Both are thin: every call goes through the role's worker group, which a recovery updates in place.
 """

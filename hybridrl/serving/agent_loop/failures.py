@@ -1,4 +1,4 @@
-"""What follows the failure of an agent loop: another try, a missing sample, or the end.
+"""Reactions to the failure of an agent loop: another try, a missing sample, or the end.
 
 `AgentBatch` asks `sort_failure` about every exception of a loop. `leave_out_groups` then decides which groups of a
 batch are left. An infrastructure failure is never scored: the sample is left out of its group's statistics.

@@ -1,4 +1,4 @@
-"""Who may use the endpoint: whoever has the API key, and no web page of another origin.
+"""Access to the endpoint: clients need the API key, and web pages of another origin are refused.
 
 Called by `server` for every request. On a loopback address the endpoint needs no key.
 """

@@ -1,1 +1,1 @@
-"""Which worker runs where: pools, plans, placement groups, feasibility."""
+"""Placement of workers: pools, plans, placement groups, feasibility."""

@@ -1,4 +1,4 @@
-"""How the Ray actor of a worker process is started: its options, its environment, its name and its node.
+"""Start of the Ray actor of a worker process: its options, its environment, its name and its node.
 
 `WorkerProcesses` starts and replaces whole sets of them.
 """

@@ -210,7 +210,10 @@ class PPOLoop(Trainer):
         }
 
     def model_uses(self) -> Mapping[str, ModelUse]:
-        """Return stage -> what it computes. Without generation, if the step trains not exactly what it generates."""
+        """Return stage -> what it computes.
+
+        Omits `gen` when responses and trained rows differ, because its FLOPs are then unknown.
+        """
         config, policy, on = self.config, self.config.actor_rollout_ref, stage_roles(self.roles)
         actor, trust = engine_settings(policy.actor).dtype, policy.model.trust_remote_code
         model = ModelFlops.read(

@@ -172,7 +172,7 @@ def trains_branches(config: PPOConfig) -> bool:
 
 
 def teacher_gives(config: PPOConfig) -> str:
-    """Return whose log-probs a teacher gives: of `sampled` tokens, the `top` ones or `all`, besides; "" without one."""
+    """Return tokens whose log-probs a teacher gives: `sampled`, also the `top` ones, or also `all`; "" without one."""
     teacher = config.distillation
     if not teacher.enabled or teacher.samples_only:
         return "sampled" if teacher.enabled else ""
@@ -185,7 +185,7 @@ def has_reward_model(settings: StepSettings) -> bool:
 
 
 def trains_what_it_generates(config: PPOConfig) -> bool:
-    """Return whether a step generates its own responses, each of them in one row and with no others beside it."""
+    """Return whether a step trains exactly the responses that it generated, one row each."""
     others = filters_groups(config) or config.algorithm.select_samples.k or trains_branches(config)
     return not (rollout_lag(config) or others or uses_greedy_baseline(config))
 

@@ -1,4 +1,4 @@
-"""What a run does about losses, and the default of each: nothing. A run without Ray has these defaults.
+"""Policies of a run about losses. Each does nothing by default. A run without Ray has these defaults.
 
     RetryPolicy   runs a step once; `StepRetry` (`step_retry.py`) again after a lost worker
     RankPolicy    the number of ranks never changes; with `ElasticRanks` (`elastic.py`, `trainer.min_ranks`) it does

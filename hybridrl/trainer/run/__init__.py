@@ -1,4 +1,4 @@
-"""What surrounds a training loop: run directory, stages, metrics, tracking, console, report.
+"""Surroundings of a training loop: run directory, stages, metrics, tracking, console, report.
 
 Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
 """

@@ -1,4 +1,4 @@
-"""What failed in a run and how it was mended, and the state of its roles.
+"""Failures of a run and their recoveries, and the state of its roles.
 
 Read from the master's journals below the run's directory (`master/RUN`), which are folded event by event as they grow.
 A run without a master, and one of an older version, has the steps that it repeated in `failures.jsonl`.

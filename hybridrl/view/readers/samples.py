@@ -118,7 +118,7 @@ class SampleStore:
         return {"samples": found, "next": None, "step": None if place is None else place[0]}
 
     def _matches(self, query: SampleQuery, after: Place | None) -> Iterator[tuple[Place, dict[str, Any] | None]]:
-        """Yield the samples that fit, in order, and None after each file, where a caller may end."""
+        """Yield the samples that fit, in order, and None after each file, so that the caller can stop there."""
         for step, part in sorted(self.files(), reverse=not query.ascending):
             if not query.first <= step <= query.last or not _comes_after((step, part), after, query.ascending):
                 continue

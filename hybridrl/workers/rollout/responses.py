@@ -1,4 +1,4 @@
-"""What a rollout returns: generated tokens, and the batch of prompts and responses that training reads.
+"""Results of a rollout: generated tokens, and the batch of prompts and responses that training reads.
 
 `Rollout.generate` and `partial` build the batch in the rollout's worker process. Engines fill `GeneratedTokens`.
 

@@ -1,4 +1,4 @@
-"""What separates a sandbox from the machine: namespaces, and a file system with only an interpreter in it.
+"""Isolation of a sandbox: namespaces, and a file system with only an interpreter in it.
 
 `enter` is the isolation "namespaces". That of "bwrap" is made by this program (`hybridrl/rewards/sandbox/local.py`).
 """
@@ -30,7 +30,7 @@ def enter(isolation: dict) -> None:
         return
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER | flags)
-    # The user keeps its number inside. So it owns what it owns outside, and has no rights that others have not.
+    # The user id is unchanged inside, so file ownership is, and no privilege is gained.
     for name, text in {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}.items():
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)

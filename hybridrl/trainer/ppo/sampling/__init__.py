@@ -1,1 +1,1 @@
-"""Which samples a step trains on: filtered, selected, and drawn again until a batch is full."""
+"""Samples of a step: filtered, selected, and drawn again until a batch is full."""

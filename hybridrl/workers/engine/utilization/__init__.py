@@ -1,1 +1,1 @@
-"""What model FLOPs utilization (MFU) is made of: the FLOPs of a model, and the peak of a device."""
+"""Parts of model FLOPs utilization (MFU): the FLOPs of a model, and the peak of a device."""

@@ -1,4 +1,4 @@
-"""What the project is made of, and short runs of it. `pytest` in the project's directory runs these."""
+"""Tests of the project's parts, and short runs of it. `pytest` in the project's directory runs these."""
 
 import json
 import sys
