@@ -41,7 +41,8 @@ from benchmarks import _recovery_parts  # noqa: E402
 from hybridrl.master.service.journal import history  # noqa: E402
 from hybridrl.master.state.events import WorkerFailed  # noqa: E402
 from hybridrl.system.process_stat import read_process_stat  # noqa: E402
-from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger  # noqa: E402
+from hybridrl.trainer.checkpoint.ledger_audit import audit  # noqa: E402
+from hybridrl.trainer.checkpoint.step_ledger import read_ledger  # noqa: E402
 from hybridrl.view.readers.failures import recoveries  # noqa: E402
 from tests.conftest import make_tiny_qwen2  # noqa: E402
 from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with  # noqa: E402

@@ -193,7 +193,7 @@ def test_a_job_file_takes_no_settings(file, capsys):
 
 
 def test_a_journal_without_a_spec_is_no_submitted_job_to_resume(tmp_path, capsys):
-    from tests.master.service.test_console import write_journal
+    from tests.master.service.test_job_commands import write_journal
 
     run = write_journal(tmp_path, job="own", run="own-123456")
     assert cli.main(["job", "resume", str(run)]) == 2
@@ -201,7 +201,7 @@ def test_a_journal_without_a_spec_is_no_submitted_job_to_resume(tmp_path, capsys
 
 
 def test_settings_of_main_ppo_are_refused_for_a_submitted_job(tmp_path, capsys):
-    from tests.master.service.test_console import write_journal
+    from tests.master.service.test_job_commands import write_journal
 
     run = write_journal(tmp_path, job="own", run="own-123456")
     assert cli.main(["job", "resume", str(run), "trainer.nnodes=2"]) == 2

@@ -27,7 +27,7 @@ COLLECTIVE = "a collective: its process group has a deadline"
 # File -> wait -> why it needs no deadline of its own.
 EXCEPTIONS = {
     "data_plane/futures.py": {"whole.chunk(parts)[index].get()": CALL},
-    "driver/lifecycle.py": {"channel.recv(RECEIVE_BYTES)": PARENT},
+    "driver/run_context.py": {"channel.recv(RECEIVE_BYTES)": PARENT},
     "evaluation/endpoint.py": {"task.result()": DONE},
     "framework/composition.py": {"future.result()": DONE, "future.exception()": DONE},
     "framework/parallel/inbox.py": {"self._changed.wait()": IDLE},

@@ -7,7 +7,8 @@ from examples.openrlhf_ppo.utils.experience_maker import ExperienceMaker
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import WorkerLost
 from hybridrl.master.jobs.job_handle import JobHandle
-from hybridrl.trainer.checkpoint.store import CheckpointStore, verify_manifest
+from hybridrl.trainer.checkpoint.reading import verify_manifest
+from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.ppo.policy.cross_process_sync import CrossProcessWeightSync
 
 KEPT_CHECKPOINTS = 2

@@ -10,7 +10,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.failure_policy import to_text as policy_text
 from hybridrl.master.jobs.resume import find_journals, resume_job
 from hybridrl.master.jobs.submit import RunningJob
-from hybridrl.master.service import console
+from hybridrl.master.service import job_commands
 from hybridrl.master.state.tables import to_text as states_text
 
 
@@ -22,18 +22,18 @@ def submit(arguments: argparse.Namespace) -> int:
 def show_or_stop(arguments: argparse.Namespace) -> None:
     """Run `hybridrl job ls|status|logs|stop`."""
     if arguments.what == "ls":
-        console.connect(arguments.address)
-        sys.stdout.write(console.list_jobs())
+        job_commands.connect(arguments.address)
+        sys.stdout.write(job_commands.list_jobs())
     elif arguments.what == "status":
-        sys.stdout.write(console.status(arguments.job, arguments.address))
+        sys.stdout.write(job_commands.status(arguments.job, arguments.address))
     elif arguments.what == "logs" and arguments.process is not None:
         sys.stdout.write(
-            console.process_logs(arguments.job, arguments.process, arguments.address, lines=arguments.lines)
+            job_commands.process_logs(arguments.job, arguments.process, arguments.address, lines=arguments.lines)
         )
     elif arguments.what == "logs":
-        sys.stdout.write(console.logs(arguments.job, arguments.address))
+        sys.stdout.write(job_commands.logs(arguments.job, arguments.address))
     else:
-        sys.stdout.write(console.stop(arguments.job, arguments.address, timeout_s=arguments.timeout))
+        sys.stdout.write(job_commands.stop(arguments.job, arguments.address, timeout_s=arguments.timeout))
 
 
 # -- resume

@@ -7,35 +7,127 @@ only frozen. The supervisor then starts the next driver on another cluster.
 
 import json
 import logging
+import math
 import os
 import select
 import signal
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hybridrl.driver.cluster_watch import POLL_PERIOD_S, ClusterWatch, shut_down_ray
 from hybridrl.system.child_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, prctl
+from hybridrl.system.json_lines import RECEIVE_BYTES
 from hybridrl.system.process_stat import read_process_stat
 
 logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 3.0
+STOP_TIMEOUT_S, STOP_POLL_PERIOD_S = 15.0, 0.05
 EXIT_LOST = 3
 
 
-def hold_cluster(
-    start: Callable[[], str], *, ready: int, alive: int, mask: set, ignored: Collection[signal.Signals]
-) -> NoReturn:
-    """Start a cluster, and stop it when the parent is gone or the cluster is lost.
-
-    Runs in a process of its own.
+class HeldCluster:
+    """The Ray cluster of this machine, started on request, as the supervisor sees it.
 
     Args:
         start: Starts Ray and returns its address.
-        ready: File descriptor that gets the answer for `DriverLifecycle.ray_address`.
-        alive: File descriptor that becomes readable when the parent has closed its end or has died.
+        mask: Signals that the holder blocks.
+        ignored: Signals that the holder and the cluster ignore.
+    """
+
+    def __init__(self, start: Callable[[], str], mask: set, *, ignored: Collection[signal.Signals]) -> None:
+        self._start, self._mask, self._ignored = start, mask, ignored
+        self._pid: int | None = None
+        self._holder: socket.socket | None = None  # yields the address; closing it stops the cluster
+        self._address: dict[str, Any] | None = None
+        self._requested = False
+
+    def request(self, *, close_fds: Sequence[int]) -> None:
+        """Request the cluster's address, and start the cluster if there is none; `poll_answer` returns it.
+
+        Args:
+            close_fds: File descriptors of this process that the holder must not keep open.
+        """
+        self._requested = True
+        if self._pid is None:
+            self._fork(close_fds)
+
+    def has_exited(self) -> bool:
+        """Return whether the cluster was started and its process has ended."""
+        return (
+            self._pid is not None and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        )
+
+    def poll_answer(self) -> dict[str, Any] | None:
+        """Return the answer for `DriverLifecycle.ray_address` once per request, None while there is none."""
+        if not self._requested or self._holder is None:
+            return None
+        if self._address is None:
+            try:
+                content = self._holder.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                return None
+            failed = {"error": "its process ended; Ray's logs are in /tmp/ray"}
+            self._address = json.loads(content) if content else failed
+        self._requested = False
+        return self._address
+
+    def export_address(self) -> None:
+        """Set the `RAY_*` variables that connect this process to the cluster, if it runs."""
+        if self._address is not None and "cluster" in self._address:
+            os.environ.update(self._address["environment"] | {"RAY_ADDRESS": self._address["cluster"]})
+
+    def stop(self) -> None:
+        """Stop the cluster and wait until its process has ended; kill that after `STOP_TIMEOUT_S`."""
+        if self._pid is None or self._holder is None:
+            return
+        self._holder.close()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                logger.warning("Ray did not stop within %g s; killing the process that holds it", STOP_TIMEOUT_S)
+                os.kill(self._pid, signal.SIGKILL)
+                deadline = math.inf
+            time.sleep(STOP_POLL_PERIOD_S)
+        self._pid = self._holder = self._address = None
+
+    def detach(self) -> None:
+        """Close this forked process's end, so that only the parent decides when the cluster stops."""
+        if self._holder is not None:
+            self._holder.close()
+        self._pid = self._holder = None
+
+    def _fork(self, close_fds: Sequence[int]) -> None:
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for descriptor in close_fds:
+                os.close(descriptor)
+            hold_cluster(self._start, theirs, mask=self._mask, ignored=self._ignored)
+        theirs.close()
+        ours.setblocking(False)
+        self._pid, self._holder, self._address = pid, ours, None
+
+
+# -- in the holder
+
+
+def hold_cluster(
+    start: Callable[[], str], parent: socket.socket, *, mask: set, ignored: Collection[signal.Signals]
+) -> NoReturn:
+    """Start a cluster, and stop it when the parent is gone or the cluster is lost.
+
+    Args:
+        start: Starts Ray and returns its address.
+        parent: Gets the answer for `DriverLifecycle.ray_address`. It ends when the parent has closed its end or has
+            died.
         mask: Signals to block.
         ignored: Signals that this process and the cluster ignore.
     """
@@ -46,24 +138,24 @@ def hold_cluster(
     prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a holder that is frozen then finds that its parent is gone
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # a worker whose raylet is gone stays below this process
     started = threading.Event()
-    threading.Thread(target=_end_early, args=(alive, started), name="early-end", daemon=True).start()
-    os.write(ready, json.dumps(_answer(start)).encode())
+    threading.Thread(target=_end_early, args=(parent, started), name="early-end", daemon=True).start()
+    parent.sendall(json.dumps(_answer(start)).encode())
     started.set()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    lost = _wait(alive, ClusterWatch())
+    lost = _wait(parent, ClusterWatch())
     if not lost:
         shut_down_ray()
     _kill_all()
     os._exit(EXIT_LOST if lost else 0)  # skips the exit handlers of imported libraries
 
 
-def _end_early(alive: int, started: threading.Event) -> None:
+def _end_early(parent: socket.socket, started: threading.Event) -> None:
     """End this process if the parent is gone before the cluster has started.
 
     The start may take minutes or fail.
     """
     while not started.wait(POLL_PERIOD_S):
-        if select.select([alive], [], [], 0)[0]:
+        if select.select([parent], [], [], 0)[0]:
             _kill_all()
             time.sleep(POLL_PERIOD_S)  # the main thread may have been starting another process
             _kill_all()
@@ -81,9 +173,9 @@ def _answer(start: Callable[[], str]) -> dict[str, object]:
     }
 
 
-def _wait(alive: int, watch: ClusterWatch) -> bool:
+def _wait(parent: socket.socket, watch: ClusterWatch) -> bool:
     """Return whether the cluster was lost; False if the parent is gone."""
-    while not select.select([alive], [], [], POLL_PERIOD_S)[0]:
+    while not select.select([parent], [], [], POLL_PERIOD_S)[0]:
         watch.reap_orphans()
         if lost := watch.check():
             logger.warning("%s has ended; stopping the Ray cluster of this machine", lost)

@@ -19,13 +19,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from hybridrl.driver.cluster_watch import watch_in_thread
-from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.driver.termination import keep_sigterm_handler
 from hybridrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster; workers that share a core are slow, not wrong, but each needs memory
 OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text takes megabytes
+CUDA_DRIVER = "/proc/driver/nvidia/version"  # there on machines with CUDA devices
 # Ray's settings of a cluster that a program starts for itself. The GCS keeps an event of 3.3 KiB for each of the newest
 # tasks, by default for 100000 of them.
 OWN_CLUSTER = {"task_events_max_num_task_in_gcs": 2000}
@@ -112,24 +113,39 @@ def _connect_own(lifecycle: DriverLifecycle) -> None:
 
 
 def start_local_cluster() -> str:
-    """Start a Ray cluster on this machine that ends with this process, and return its address, HOST:PORT."""
-    import ray
+    """Start the Ray cluster of a training run, see `start_cluster`."""
+    return start_cluster(
+        num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),
+        object_store_memory=None if os.path.exists(CUDA_DRIVER) else OBJECT_STORE_BYTES,
+        log_to_driver=False,
+    )
 
-    with patient_start():
+
+def start_cluster(*, code_paths: Sequence[str] = (), **limits: Any) -> str:
+    """Start a Ray cluster on this machine that ends with this process, and return its address, HOST:PORT.
+
+    Args:
+        code_paths: Directories from which the cluster's processes also import modules.
+        limits: Further arguments of `ray.init`.
+    """
+    import ray
+    from ray.job_config import JobConfig
+
+    with keep_sigterm_handler(), _patient_start():  # Ray's own handler would end the process at once
         ray.init(
             address="local",
-            num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),
             include_dashboard=False,
-            log_to_driver=False,
             logging_level=logging.ERROR,
+            job_config=JobConfig(_py_driver_sys_path=list(code_paths)),
             _system_config=OWN_CLUSTER,
-            object_store_memory=None if has_cuda_device() else OBJECT_STORE_BYTES,
+            **limits,
         )
-    return ray.get_runtime_context().gcs_address
+    address: str = ray.get_runtime_context().gcs_address
+    return address
 
 
 @contextlib.contextmanager
-def patient_start() -> Iterator[None]:
+def _patient_start() -> Iterator[None]:
     """Let `ray.init` in the block wait `START_TIMEOUT_S` for the node that it starts.
 
     Ray's own limit is a constant of 30 s, which a busy machine exceeds: the node starts a few Python processes first.
@@ -335,8 +351,3 @@ def address_of_last_start() -> str | None:
             return f.read().strip()
     except (OSError, ValueError):
         return None
-
-
-def has_cuda_device() -> bool:
-    """Return whether this machine has CUDA devices, without importing torch."""
-    return os.path.exists("/proc/driver/nvidia/version")

@@ -15,9 +15,7 @@ supervisor, and a lost driver ends the run.
 """
 
 import contextlib
-import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -25,12 +23,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hybridrl.driver.cluster_holder import hold_cluster
-from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.driver.cluster_holder import HeldCluster
+from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Source
 from hybridrl.system.child_guard import PR_SET_PDEATHSIG, prctl
 from hybridrl.system.json_lines import MessageReader, send_message
@@ -39,7 +37,6 @@ from hybridrl.system.process_stat import StopClock
 logger = logging.getLogger(__name__)
 POLL_PERIOD_S = 0.05
 FORWARD_DELAY_S = 0.3  # a signal to the parent is forwarded unless the driver received it too within this time
-CLUSTER_STOP_TIMEOUT_S = 15.0
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,11 +73,12 @@ def supervise(
             this process, after the last driver; RAY_ADDRESS names the cluster if there is one.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED_SIGNALS, signal.SIGCHLD})
-    supervisor = _Supervisor(start, lifecycle, _Cluster(start_cluster, before), before, report_end)
+    cluster = HeldCluster(start_cluster, before, ignored=FORWARDED_SIGNALS)
+    supervisor = _Supervisor(start, lifecycle, cluster, before, report_end)
     try:
         return supervisor.run()
     finally:
-        supervisor.cluster.stop()
+        cluster.stop()
         while signal.sigtimedwait(FORWARDED_SIGNALS, 0) is not None:
             pass  # the run has ended: a signal that came too late changes nothing
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -105,7 +103,7 @@ class _Supervisor:
         self,
         start: Callable[[], int],
         lifecycle: DriverLifecycle,
-        cluster: "_Cluster",
+        cluster: HeldCluster,
         mask: set,
         report_end: Callable[[str, Decision], None],
     ) -> None:
@@ -263,92 +261,3 @@ class _Supervisor:
         failure = Failure(FailureKind.JOB_UNREPAIRABLE, what, target="a new job", origin="the newest checkpoint")
         new_job = self._budgets.spend(failure)
         return new_job if lost.is_granted or not new_job.is_granted else lost
-
-
-class _Cluster:
-    """The Ray cluster of this machine, started on request.
-
-    A process that does nothing else holds it.
-    """
-
-    def __init__(self, start: Callable[[], str], mask: set) -> None:
-        self._start, self._mask = start, mask
-        self._pid: int | None = None
-        self._ready_fd, self._alive_fd = -1, -1  # yields the address; closing it stops the cluster
-        self._address: dict[str, Any] | None = None
-        self._requested = False
-
-    def request(self, *, close_fds: Sequence[int]) -> None:
-        """Request the cluster's address, and start the cluster if there is none; `poll_answer` returns it.
-
-        Args:
-            close_fds: File descriptors of the parent that the cluster's process must not hold open.
-        """
-        self._requested = True
-        if self._pid is None:
-            self._fork(close_fds)
-
-    def has_exited(self) -> bool:
-        """Return whether the cluster was started and its process has ended."""
-        return (
-            self._pid is not None and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        )
-
-    def poll_answer(self) -> dict[str, Any] | None:
-        """Return the answer for `DriverLifecycle.ray_address` once per request, None while there is none."""
-        if not self._requested:
-            return None
-        if self._address is None:
-            try:
-                content = os.read(self._ready_fd, 65536)
-            except BlockingIOError:
-                return None
-            failed = {"error": "its process ended; Ray's logs are in /tmp/ray"}
-            self._address = json.loads(content) if content else failed
-        self._requested = False
-        return self._address
-
-    def export_address(self) -> None:
-        """Set the `RAY_*` variables that connect this process to the cluster, if it runs."""
-        if self._pid is not None and self._address is not None and "cluster" in self._address:
-            os.environ.update(self._address["environment"] | {"RAY_ADDRESS": self._address["cluster"]})
-
-    def stop(self) -> None:
-        """Stop the cluster and wait until its process has ended; kill that after `CLUSTER_STOP_TIMEOUT_S`."""
-        if self._pid is None:
-            return
-        os.close(self._alive_fd)
-        deadline = time.monotonic() + CLUSTER_STOP_TIMEOUT_S
-        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline:
-                logger.warning(
-                    "Ray did not stop within %g s; killing the process that holds it", CLUSTER_STOP_TIMEOUT_S
-                )
-                os.kill(self._pid, signal.SIGKILL)
-                deadline = math.inf
-            time.sleep(POLL_PERIOD_S)
-        os.close(self._ready_fd)
-        self._pid, self._address = None, None
-
-    def detach(self) -> None:
-        """Close this forked process's ends, so that only the parent decides when the cluster stops."""
-        if self._pid is not None:
-            os.close(self._alive_fd)
-            os.close(self._ready_fd)
-            self._pid = None
-
-    def _fork(self, close_fds: Sequence[int]) -> None:
-        ready, child_ready = os.pipe()
-        child_alive, alive = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            os.close(ready)
-            for descriptor in (alive, *close_fds):
-                os.close(descriptor)
-            hold_cluster(self._start, ready=child_ready, alive=child_alive, mask=self._mask, ignored=FORWARDED_SIGNALS)
-        os.close(child_ready)
-        os.close(child_alive)
-        os.set_blocking(ready, False)
-        self._pid, self._ready_fd, self._alive_fd, self._address = pid, ready, alive, None

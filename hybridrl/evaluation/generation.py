@@ -20,7 +20,7 @@ from hybridrl.evaluation.output_files import OutputParts
 from hybridrl.serving.openai.standalone import one_replica, replicas_on_ray
 from hybridrl.serving.replicas import Replicas
 from hybridrl.serving.router import ReplicaRouter
-from hybridrl.trainer.checkpoint.compatibility import hash_files
+from hybridrl.trainer.checkpoint.fingerprint import hash_files
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import RLHFDataset
 from hybridrl.trainer.data.tokenizer import load_tokenizer

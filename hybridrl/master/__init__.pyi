@@ -16,7 +16,3 @@ from .plan.spec import PoolSpec as PoolSpec
 from .plan.spec import RoleSpec as RoleSpec
 from .service.client import MasterClient as MasterClient
 from .service.job_master import JobMaster as JobMaster
-from .service.journal import JournaledState as JournaledState
-from .state.events import TRAINER as TRAINER
-from .state.events import JobEnded as JobEnded
-from .state.events import RecoveryDecided as RecoveryDecided

@@ -27,20 +27,11 @@ from hybridrl.framework.stage import DeviceSlots, Stage, StageFn
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup, launch_locally
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer import recovery
-from hybridrl.trainer.checkpoint.compatibility import (
-    FINGERPRINT_KEY,
-    check_compatible,
-    read_complete_state,
-    run_fingerprint,
-)
+from hybridrl.trainer.checkpoint.fingerprint import FINGERPRINT_KEY, run_fingerprint
+from hybridrl.trainer.checkpoint.reading import check_compatible, read_complete_state
 from hybridrl.trainer.checkpoint.saver import CheckpointSaver, min_checkpoint_bytes
 from hybridrl.trainer.checkpoint.step_ledger import LEDGER, StepLedger
-from hybridrl.trainer.checkpoint.store import (
-    CheckpointStore,
-    check_engine_state,
-    find_resume_checkpoint,
-    write_run_state,
-)
+from hybridrl.trainer.checkpoint.store import CheckpointStore, check_engine_state, write_run_state
 from hybridrl.trainer.data.prompt_loader import NoPrompts, PromptLoader
 from hybridrl.trainer.recovery.policies import RankPolicy, ResumeState, RetryPolicy
 from hybridrl.trainer.roles import ResourcePoolManager
@@ -50,6 +41,7 @@ from hybridrl.trainer.run.setup import (
     disable_tracing,
     enable_tracing,
     open_tracking,
+    resume_checkpoint,
     run_directory,
     run_stages,
     warn_about_small_batches,
@@ -241,7 +233,7 @@ class Trainer:
 
     def _resume(self) -> None:
         self.identity = run_fingerprint(self.config)
-        path, snapshot = find_resume_checkpoint(self.store, self.config.trainer), self.resume_state.snapshot
+        path, snapshot = resume_checkpoint(self.store, self.config.trainer), self.resume_state.snapshot
         if snapshot is not None:
             self.saver.committed = path
             self.ledger.resume_from(None, path=None, step=snapshot.step, num_updates={})
@@ -384,8 +376,8 @@ class Trainer:
         load_states(self.stateful, state, path)
         self.saver.committed = path
 
-    def _engine_directory(self, checkpoint: str, role: str) -> str:
-        return os.path.join(checkpoint, self.engine_directories.get(role, role))
+    def _engine_directory(self, path: str, role: str) -> str:
+        return os.path.join(path, self.engine_directories.get(role, role))
 
     # ---- recovery of lost workers, see `StepRetry`
 

@@ -15,7 +15,8 @@ import pytest
 
 from hybridrl.master.service.journal import replay
 from hybridrl.master.state.tables import JobPhase
-from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import read_ledger
 from hybridrl.view.readers.failures import recoveries
 from tests.support.end_to_end.failing_runs import ON_RAY, ROOT, SAME
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, read_ledger
 from tests.support.end_to_end.runs import largest_difference, metrics, weights
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import read_ledger
 from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, losses, run_with
 from tests.support.end_to_end.runs import largest_difference, metrics, weights
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import ray
 
-from hybridrl.master.service import console
+from hybridrl.master.service import job_commands
 from hybridrl.master.service.client import list_masters
 from hybridrl.master.service.journal import history, replay
 from hybridrl.master.state.tables import JobPhase
@@ -77,7 +77,7 @@ def test_a_program_and_its_driver_that_are_killed_together_leave_nothing_behind(
 
 def test_a_job_that_is_stopped_commits_and_leaves(tmp_path, tiny_qwen2):
     process, run, seen = start_run(tmp_path, tiny_qwen2)
-    assert console.stop("left", None, timeout_s=200) == f"{run} has ended\n"
+    assert job_commands.stop("left", None, timeout_s=200) == f"{run} has ended\n"
     assert process.wait(60) == 143, (tmp_path / "run.log").read_text()
     state, _ = replay(seen["journal"])
     assert state.state == JobPhase.STOPPED

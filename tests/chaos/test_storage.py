@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.checkpoint.store import verify_manifest
+from hybridrl.trainer.checkpoint.reading import verify_manifest
 from tests.support.end_to_end.runs import settings
 from tests.support.workers.engine_cases import save_tiny_qwen2
 

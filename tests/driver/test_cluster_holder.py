@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -151,13 +152,15 @@ def test_a_program_whose_reader_is_gone_ends_with_its_cluster_all_the_same():
 
 def test_a_holder_whose_parent_is_gone_does_not_wait_for_ray_to_start():
     start = "lambda: (print('starts', flush=True), time.sleep(1000))"
-    code = "import sys, time; from hybridrl.driver.cluster_holder import hold_cluster as hold; "
-    code += f"hold({start}, ready=1, alive=0, mask=set(), ignored=())"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes) as holder:
+    ours, theirs = socket.socketpair()
+    code = "import socket, time; from hybridrl.driver.cluster_holder import hold_cluster as hold; "
+    code += f"hold({start}, socket.socket(fileno={theirs.fileno()}), mask=set(), ignored=())"
+    options = {"stdout": subprocess.PIPE, "pass_fds": [theirs.fileno()]}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **options) as holder:
+        theirs.close()
         try:
             assert holder.stdout.readline() == "starts\n"
-            holder.stdin.close()
+            ours.close()
             assert holder.wait(timeout=60) == 0
         finally:
             holder.kill()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl import main_ppo
-from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, read_ledger
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import read_ledger
 from hybridrl.view.readers.failures import recoveries
 from tests.support.end_to_end.failing_runs import SAME, events, fault, hits, run_with
 from tests.support.end_to_end.runs import assert_none_is_left, largest_difference, metrics, weights

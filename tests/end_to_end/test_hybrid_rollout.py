@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from hybridrl import main_ppo
-from hybridrl.trainer.checkpoint.step_ledger import audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import read_ledger
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.view.readers.failures import recoveries
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from hybridrl import main_ppo
-from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, read_ledger
 from tests.end_to_end.test_main_sft import exported, run
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 

@@ -9,7 +9,8 @@ import pytest
 from hybridrl import main_ppo
 from hybridrl.algos.policy_losses import POLICY_LOSSES
 from hybridrl.failure_policy import RULES, FailureKind
-from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, read_ledger
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, train, weights
 
 MAX_ROLLBACKS = RULES[FailureKind.UPDATE_REJECTED].limit

@@ -14,7 +14,8 @@ import torch
 
 from hybridrl import main_ppo
 from hybridrl.cli import export_checkpoint
-from hybridrl.trainer.checkpoint.step_ledger import FILE, audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, read_ledger
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from tests.support.end_to_end.ports import free_port
 from tests.support.end_to_end.runs import metrics, settings, write_prompts

@@ -11,7 +11,8 @@ from hybridrl.errors import CheckpointError
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.trainer.checkpoint.export_settings import settings_for_export
-from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore, verify_manifest
+from hybridrl.trainer.checkpoint.reading import verify_manifest
+from hybridrl.trainer.checkpoint.store import MANIFEST, CheckpointStore
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.engine.export import check_new_directory
 

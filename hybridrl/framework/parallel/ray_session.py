@@ -12,7 +12,7 @@ from hybridrl.driver.ray_cluster import (
     cluster_started_here,
     connect,
     find_cluster,
-    patient_start,
+    start_cluster,
 )
 from hybridrl.errors import PlacementError
 
@@ -48,8 +48,7 @@ def ray_session(attach_to: Sequence[str] = (), *, timeout_s: float = 0.0) -> Ite
             _wait_for_cluster(attach_to, timeout_s)
         address = AUTO if attach_to or _is_cluster_here() else "local"
     if address == "local":
-        with patient_start():
-            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+        start_cluster()
     else:
         connect(address, setting=setting)
     try:

@@ -17,7 +17,6 @@ from typing import Any
 
 from hybridrl.driver import ray_cluster
 from hybridrl.driver.cluster_watch import shut_down_ray, watch_in_thread
-from hybridrl.driver.termination import keep_sigterm_handler
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.import_path import load_object
 from hybridrl.master.jobs import NAME_VARIABLE
@@ -202,7 +201,6 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
         code_paths: Directories from which the job's processes also import modules.
     """
     import ray
-    from ray.job_config import JobConfig
 
     if ray.is_initialized():
         return False
@@ -217,16 +215,8 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
         hint = "start a cluster with `ray start --head`, or unset RAY_ADDRESS"
         ray_cluster.connect(address, setting=setting, hint=hint, code_paths=code_paths)
     else:
-        job_config = JobConfig(_py_driver_sys_path=list(code_paths))
         try:
-            with keep_sigterm_handler(), ray_cluster.patient_start():  # Ray's own handler would end the process at once
-                ray.init(
-                    "local",
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    job_config=job_config,
-                    _system_config=ray_cluster.OWN_CLUSTER,
-                )
+            ray_cluster.start_cluster(code_paths=code_paths)
         except (OSError, RuntimeError, ray.exceptions.RayError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(

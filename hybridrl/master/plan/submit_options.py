@@ -13,7 +13,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.failure_policy import RULES, FailureKind
 from hybridrl.master.plan.planner import MB
 from hybridrl.master.plan.spec import TRAINER, JobSpec, Resource, RoleSpec, TrainerSpec
-from hybridrl.master.plan.without_effect import log_without_effect
+from hybridrl.master.plan.without_effect import REASONS, log_without_effect
 from hybridrl.single_controller.placement.plan import Reservation
 
 R = TypeVar("R", RoleSpec, TrainerSpec)
@@ -109,10 +109,8 @@ def read_options(keywords: Mapping[str, Any], environment: Mapping[str, str]) ->
             _refuse(f"submit({name}={value!r}): this keyword", name, [*PARSERS, *ALIASES])
         given[ALIASES.get(name, name)] = _parse(name, value)
     for name, value in given.items():
-        if name in WITHOUT_EFFECT:
-            log_without_effect(name)
-        elif f"{name}={value}" in ("failover_exec_strategy=1", "failover_trigger_strategy=1"):
-            log_without_effect(f"{name}={value}")
+        for setting in {name, f"{name}={value}"} & REASONS.keys():
+            log_without_effect(setting)
     default = MasterOptions()
     return SubmitOptions(
         MasterOptions(
@@ -182,13 +180,6 @@ EXPECTED: Mapping[Callable[[Any], Any], str] = {
     _strategy: "0, 1 or 2",
     _counts: "a mapping of roles to whole numbers",
 }
-WITHOUT_EFFECT = (
-    "job_max_restart",
-    "node_max_restart",
-    "master_state_backend_type",
-    "master_state_backend_config",
-    "scheduling_strategy_type",
-)
 
 
 def _parse(name: str, value: Any) -> Any:

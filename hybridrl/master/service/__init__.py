@@ -1,1 +1,1 @@
-"""The master actor, its client, its journal and the console commands that read it."""
+"""The master actor, its client, its journal and the commands that read it."""

@@ -31,8 +31,9 @@ from hybridrl.master.state.events import (
     slot_matches,
 )
 from hybridrl.master.state.tables import JOB_ENDS
-from hybridrl.single_controller.cluster import MASTER, NAMESPACE, actor_names, find_actor, get_value, master_name
+from hybridrl.single_controller.cluster import MASTER, actor_names, find_actor, get_value, master_name
 from hybridrl.single_controller.monitoring.heartbeat_client import HeartbeatClient, process_identity
+from hybridrl.single_controller.processes.on_node import start_detached
 from hybridrl.single_controller.processes.termination import kill_named, kill_process
 from hybridrl.system.process_stat import FreezeWatch
 
@@ -215,22 +216,10 @@ def start_master(job_started: JobStarted, journal: str, settings: MasterSettings
     Raises:
         PlacementError: If the run has a master already.
     """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    # soft=True would often place it on another node.
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {
-        "name": master_name(job_started.run),
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_concurrency": MAX_CONCURRENT_CALLS,
-        "scheduling_strategy": this_node,
-    }
+    options = {"max_restarts": -1, "max_concurrency": MAX_CONCURRENT_CALLS}
+    arguments = (job_started, journal, settings, process_identity())
     try:
-        return ray.remote(JobMaster).options(**options).remote(job_started, journal, settings, process_identity())
+        return start_detached(master_name(job_started.run), JobMaster, *arguments, must_be_here=True, **options)
     except ValueError as error:
         raise PlacementError(
             f"the run {job_started.run!r} has a master on this cluster already; give this run another name"

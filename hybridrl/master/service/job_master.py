@@ -49,6 +49,7 @@ from hybridrl.single_controller.cluster import (
     job_supervisor_name,
     master_name,
 )
+from hybridrl.single_controller.processes.on_node import start_task
 from hybridrl.single_controller.processes.termination import kill_named, kill_process, kill_processes, kill_run
 from hybridrl.system.machine import machine_id
 from hybridrl.system.process_stat import ProcessStat, read_process_stat
@@ -234,12 +235,7 @@ class MasterLoop:
     # -- other machines
 
     def _probe_remote(self, process: ProcessRecord, callback: Callable[[ProcessStat | None], None]) -> None:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        its_node = NodeAffinitySchedulingStrategy(process.node, soft=False)
-        probe = ray.remote(num_cpus=0, max_retries=0)(read_process_stat).options(scheduling_strategy=its_node)
-        self._probes.append((probe.remote(process.pid), callback))
+        self._probes.append((start_task(process.node, read_process_stat, process.pid), callback))
 
     def _collect_probes(self) -> None:
         import ray

@@ -13,6 +13,7 @@ from hybridrl.errors import CallTimeout, ConfigError
 from hybridrl.master.service.journal import JournalEntry
 from hybridrl.master.state.events import WorkerJoined
 from hybridrl.single_controller.cluster import get_value
+from hybridrl.single_controller.processes.on_node import start_task
 from hybridrl.system.machine import machine_id
 
 READ_TIMEOUT_S = 60.0  # for a task to start on the process's node
@@ -100,10 +101,8 @@ def _read_end(path: str, lines: int) -> str | None:
 
 def _read_on_node(process: WorkerJoined, paths: Sequence[str], lines: int) -> list[str | None]:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    its_node = NodeAffinitySchedulingStrategy(process.node, soft=False)
-    read = ray.remote(num_cpus=0, max_retries=0)(read_ends).options(scheduling_strategy=its_node).remote(paths, lines)
+    read = start_task(process.node, read_ends, paths, lines)
     try:
         texts: list[str | None] = get_value(read, what="the output", timeout_s=READ_TIMEOUT_S)
     except (ray.exceptions.RayError, CallTimeout) as error:

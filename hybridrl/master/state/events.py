@@ -7,7 +7,7 @@ executes the effects.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_args
 
 from hybridrl.errors import JournalError
 
@@ -263,26 +263,7 @@ Event = (
     | StopRequested
     | JobEnded
 )
-EVENTS: dict[str, type[Event]] = {
-    cls.__name__: cls
-    for cls in (
-        JobStarted,
-        WorkerJoined,
-        WorkerSilent,
-        WorkerRecovered,
-        WorkerFailed,
-        RecoveryDecided,
-        RecoveryCompleted,
-        StepCompleted,
-        CheckpointCommitted,
-        WorkerLeft,
-        WorkerReplaced,
-        RanksChanged,
-        WarningRaised,
-        StopRequested,
-        JobEnded,
-    )
-}
+EVENTS: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}
 
 
 def encode(event: Event) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridrl.single_controller.cluster import actor_names, alive_nodes, find_actor, job_supervisor_name
 from hybridrl.single_controller.placement.placement_groups import remove_leftover_groups
+from hybridrl.single_controller.processes.on_node import start_task
 
 logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 20.0  # for another node to kill its processes
@@ -29,7 +30,6 @@ def kill_processes(processes: Iterable[tuple[str, int]], *, graceful: bool = Fal
         graceful: with SIGTERM, which a process may handle; otherwise with SIGKILL.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     on_node: dict[str, list[int]] = {}
     for node, process_id in processes:
@@ -37,12 +37,7 @@ def kill_processes(processes: Iterable[tuple[str, int]], *, graceful: bool = Fal
     for process_id in on_node.pop(ray.get_runtime_context().get_node_id(), []):
         kill_process(process_id, graceful=graceful)
     alive = alive_nodes(on_node) if on_node else set()
-    kill_all = ray.remote(num_cpus=0)(_kill_all)
-    calls = [
-        kill_all.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(ids, graceful)
-        for node, ids in on_node.items()
-        if node in alive
-    ]
+    calls = [start_task(node, _kill_all, ids, graceful) for node, ids in on_node.items() if node in alive]
     _, silent = ray.wait(calls, num_returns=len(calls), timeout=KILL_TIMEOUT_S) if calls else ([], [])
     if silent:
         logger.warning(

@@ -12,7 +12,8 @@ from hybridrl.config import PPOConfig, from_dict
 from hybridrl.config.engines import single_process_layout
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.registry import is_import_path
-from hybridrl.trainer.checkpoint.store import CONFIG, WORKING_DIRECTORY, read_settings, read_trainer_state
+from hybridrl.trainer.checkpoint.reading import read_settings, read_trainer_state
+from hybridrl.trainer.checkpoint.store import CONFIG, WORKING_DIRECTORY
 
 MODEL = "actor_rollout_ref.model"
 PLUGINS = (f"{MODEL}.external_lib", "algorithm.path")  # every process imports what they name

@@ -1,19 +1,20 @@
 """Check a step ledger: every step and every prompt stands in it exactly once.
 
-For each that does not, the audit has one sentence.
+    python -m hybridrl.trainer.checkpoint.ledger_audit RUN     print the audit of a run; exit code 1 if it found a
+    problem
 
-Pure functions on the entries that `step_ledger.read_ledger` returns. Called by the command of `step_ledger.py` and by
-tests.
+For each step or prompt that does not, the audit has one sentence. Pure functions on the entries of `step_ledger.py`.
 """
 
 import collections
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-TRAINED, KEPT = "trained", "kept"  # outcomes of a prompt; a later step's line has a kept one again
-DEFERRED = "deferred"  # so has it a deferred one, which waits for a long round of tail batching
-Outcomes = Mapping[str, Mapping[str, Sequence[int]]]  # epoch -> what became of a prompt -> rows
+from hybridrl.errors import CheckpointError
+from hybridrl.trainer.checkpoint.step_ledger import DEFERRED, FILE, KEPT, TRAINED, Outcomes, read_ledger
 
 
 @dataclass
@@ -137,3 +138,24 @@ def audit(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
         else:
             result.steps[entry["step"]] = dict(entry)
     return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the audit of a run's ledger, and return the exit code."""
+    if len(argv) != 1 or not os.path.isfile(os.path.join(argv[0], FILE)):
+        sys.stderr.write(
+            "usage: python -m hybridrl.trainer.checkpoint.ledger_audit RUN\nRUN: the directory that a run "
+            f"wrote to, with {FILE} in it\n"
+        )
+        return 2
+    try:
+        result = audit(read_ledger(os.path.join(argv[0], FILE)))
+    except CheckpointError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    sys.stdout.write(f"{result}\n")
+    return 1 if result.problems() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

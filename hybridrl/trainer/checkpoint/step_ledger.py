@@ -1,8 +1,5 @@
 """Step ledger: a record that proves that every step and every prompt was applied exactly once.
 
-    python -m hybridrl.trainer.checkpoint.step_ledger RUN     print the audit of a run; exit code 1 if it found a
-    problem
-
 `ledger.jsonl` in the run's directory is only ever appended to: one line per process that starts (or rewinds), one per
 step:
 
@@ -31,18 +28,19 @@ import functools
 import hashlib
 import json
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import CheckpointError
 from hybridrl.framework.stage import StageFn, spec_of
-from hybridrl.trainer.checkpoint.ledger_audit import Outcomes, audit
 
 FILE = "ledger.jsonl"
 LEDGER = "ledger"  # in a checkpoint's trainer.json
 CHECKSUM = "sum"  # key of a line's checksum
+TRAINED, KEPT = "trained", "kept"  # outcomes of a prompt; a later step's line has a kept one again
+DEFERRED = "deferred"  # so has it a deferred one, which waits for a long round of tail batching
+Outcomes = Mapping[str, Mapping[str, Sequence[int]]]  # epoch -> what became of a prompt -> rows
 Updates = dict[str, int]
 
 
@@ -306,22 +304,5 @@ def _cut_partial_line(path: str, *, expected: tuple[int, str] | None) -> str:
     return last
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the audit of a run's ledger, and return the exit code."""
-    if len(argv) != 1 or not os.path.isfile(os.path.join(argv[0], FILE)):
-        sys.stderr.write(
-            "usage: python -m hybridrl.trainer.checkpoint.step_ledger RUN\nRUN: the directory that a run "
-            f"wrote to, with {FILE} in it\n"
-        )
-        return 2
-    try:
-        result = audit(read_ledger(os.path.join(argv[0], FILE)))
-    except CheckpointError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    sys.stdout.write(f"{result}\n")
-    return 1 if result.problems() else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit("the audit of a run's ledger is now `python -m hybridrl.trainer.checkpoint.ledger_audit RUN`")

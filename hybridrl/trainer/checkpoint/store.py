@@ -12,23 +12,17 @@ The newest checkpoint is found by listing the directory; there is no pointer fil
 after a commit. The driver calls this; workers write the engine shards.
 """
 
-import contextlib
-import functools
 import hashlib
-import itertools
 import json
 import logging
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import yaml
-
-from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.errors import CheckpointError, ConfigError, StorageError
+from hybridrl.errors import CheckpointError, StorageError
 from hybridrl.system.atomic_write import fsync_path
 
 logger = logging.getLogger(__name__)
@@ -38,10 +32,7 @@ ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"(?:__|random_)(\d+)(?:_\d+\
 """File names of torch.distributed.checkpoint, and of the file that each Megatron rank adds."""
 OWN_RANKS_FILE = re.compile(r"rank_(\d+)\..+")
 """File names of an engine that writes its checkpoints without torch.distributed.checkpoint (`Engine.save`)."""
-RESTORE_HINT = "restore it, or remove the whole checkpoint: trainer.resume_mode=auto resumes from the one before"
 STEP_NAME, PARTIAL = re.compile(r"global_step_(0|[1-9]\d{0,17})"), ".partial"
-STATE_KINDS = {"global_steps": int, "identity": dict, "prompts": dict, "ahead": list, WORKING_DIRECTORY: str}
-"""What readers of `trainer.json` rely on; the trainer's parts check their own states."""
 
 
 class CheckpointStore:
@@ -154,52 +145,12 @@ def directory_bytes(path: str) -> int:
     return sum(entry["size"] for entry in read_json(os.path.join(path, MANIFEST))["files"].values())
 
 
-def verify_manifest(path: str) -> int:
-    """Verify sizes and hashes of the checkpoint at `path`, and that its driver's state is one; return its step.
-
-    Raises:
-        CheckpointError: A file is missing, changed or no part of a checkpoint; the message names it.
-    """
-    manifest_path = os.path.join(path, MANIFEST)
-    if not os.path.isfile(manifest_path):
-        raise CheckpointError(
-            f"{path} is not a checkpoint: it has no {MANIFEST}; give a global_step_N directory, or resume_mode=disable"
-        )
-    step, files = _read_manifest(manifest_path)
-    if not _has_engine_state(os.path.basename(name) for name in files):
-        raise CheckpointError(f"checkpoint {path} holds no engine state; {RESTORE_HINT}")
-    for name, (size, sha256) in files.items():
-        file = os.path.join(path, name)
-        if not os.path.isfile(file):
-            raise CheckpointError(f"checkpoint {path} lacks {name}; {RESTORE_HINT}")
-        if os.path.getsize(file) != size or _sha256(file) != sha256:
-            raise CheckpointError(f"{name} in checkpoint {path} is damaged; {RESTORE_HINT}")
-    _check_driver_state(path, files, step)
-    return step
-
-
-def _read_manifest(path: str) -> tuple[int, dict[str, tuple[int, str]]]:
-    """Return the step, and file -> (bytes, SHA-256); raise CheckpointError if the manifest is damaged."""
-    with _damage_named(path):
-        manifest = read_json(path)
-        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-        return int(manifest["step"]), files
-
-
-def _check_driver_state(path: str, files: Collection[str], step: int) -> None:
-    """Raise CheckpointError unless the driver's files can be read, those of the manifest that there are."""
-    if CONFIG in files:
-        read_settings(path)
-    if TRAINER_STATE in files and (found := read_trainer_state(path)["global_steps"]) != step:
-        raise CheckpointError(f"{path}: {TRAINER_STATE} is of step {found}, {MANIFEST} of step {step}; {RESTORE_HINT}")
-
-
 def check_engine_state(directory: str, *, num_ranks: int) -> None:
     """Raise CheckpointError unless this machine sees the files of every rank in `directory`."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     found = [RANKS_FILE.fullmatch(name) or OWN_RANKS_FILE.fullmatch(name) for name in names]
     absent = set(range(num_ranks)) - {int(match[1]) for match in found if match}
-    if absent or not _has_engine_state(names):
+    if absent or not has_engine_state(names):
         what = f"the state of ranks {sorted(absent)}" if absent else ENGINE_STATE
         raise CheckpointError(
             f"{directory} lacks {what}: workers on other machines wrote to disks of their own; "
@@ -207,69 +158,9 @@ def check_engine_state(directory: str, *, num_ranks: int) -> None:
         )
 
 
-def _has_engine_state(names: Iterable[str]) -> bool:
+def has_engine_state(names: Iterable[str]) -> bool:
+    """Return whether these are names of files that an engine has written."""
     return any(name == ENGINE_STATE or OWN_RANKS_FILE.fullmatch(name) for name in names)
-
-
-def find_resume_checkpoint(store: CheckpointStore, config: TrainerConfig) -> str | None:
-    """Return the verified checkpoint to resume from, or None for a new run (`trainer.resume_mode`).
-
-    With resume_mode=auto it is the newest one that verifies. Newer ones that do not are renamed, and that is logged.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or with resume_mode=auto all of them are.
-        ConfigError: This run would save among later checkpoints of another run, which could then be mistaken for its
-            own.
-    """
-    if config.resume_mode == "auto":
-        return _newest_valid(store)
-    found = config.resume_from_path if config.resume_mode == "resume_path" else None
-    step = 0 if found is None else _verified_step(found)
-    later = [other for other in store.steps() if other > step]
-    if later and config.save_freq > 0 and not config.val_only:
-        here = "trainer.resume_mode=disable" if found is None else f"trainer.resume_from_path={found}"
-        raise ConfigError(
-            f"{here}: {store.root} holds checkpoints of another run's later steps, the newest of step {later[-1]}; "
-            "set trainer.default_local_dir or trainer.experiment_name to a new value, or remove them"
-        )
-    return found
-
-
-def _newest_valid(store: CheckpointStore) -> str | None:
-    """Return the newest checkpoint that verifies, None if there is none, and rename newer ones."""
-    damaged: dict[str, CheckpointError] = {}
-    for path in map(store.path, reversed(store.steps())):
-        try:
-            _verified_step(path)
-        except CheckpointError as error:
-            damaged[path] = error
-            continue
-        for other, problem in damaged.items():
-            logger.warning("%s; it is now %s, and the run resumes from %s", problem, _set_aside(other), path)
-        return path
-    if damaged:
-        raise next(iter(damaged.values()))  # the newest one's
-    return None
-
-
-def _set_aside(path: str) -> str:
-    """Rename a damaged checkpoint, so that this run can commit its step again; return the new path."""
-    names = itertools.chain([f"{path}.damaged"], (f"{path}.damaged.{number}" for number in itertools.count(2)))
-    free = next(name for name in names if not os.path.exists(name))
-    os.rename(path, free)
-    return free
-
-
-def _verified_step(path: str) -> int:
-    """Verify the checkpoint at `path`, and return its step; see `verify_manifest`."""
-    manifest = os.path.join(path, MANIFEST)
-    return _verify_once(path, os.stat(manifest).st_mtime_ns if os.path.isfile(manifest) else 0)
-
-
-@functools.cache
-def _verify_once(path: str, changed_at: int) -> int:
-    """Verify the checkpoint at `path`, once per process and content: hashing a large one takes minutes."""
-    return verify_manifest(path)
 
 
 def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
@@ -280,45 +171,6 @@ def write_run_state(directory: str, state: dict, *, config_yaml: str) -> None:
     _write_json(os.path.join(directory, TRAINER_STATE), state | {WORKING_DIRECTORY: os.getcwd()})
     with open(os.path.join(directory, CONFIG), "w", encoding="utf-8") as f:
         f.write(config_yaml)
-
-
-def read_trainer_state(path: str) -> dict[str, Any]:
-    """Return the driver's JSON state in the checkpoint at `path`.
-
-    Raises:
-        CheckpointError: It is missing, damaged, or no state of a trainer.
-    """
-    file = os.path.join(path, TRAINER_STATE)
-    with _damage_named(file):
-        state = read_json(file)
-        wrong = [key for key, kind in STATE_KINDS.items() if key in state and not isinstance(state[key], kind)]
-        if wrong or state["global_steps"] < 0:
-            raise ValueError(f"{wrong[0] if wrong else 'global_steps'} is no value of a trainer's state")
-    return state
-
-
-def read_settings(path: str) -> dict[str, Any]:
-    """Return the settings of the run that made the checkpoint at `path`, as nested dictionaries.
-
-    Raises:
-        CheckpointError: They are missing, damaged, or no mapping.
-    """
-    file = os.path.join(path, CONFIG)
-    with _damage_named(file), open(file, encoding="utf-8") as f:
-        settings = yaml.safe_load(f)
-        if not isinstance(settings, dict):
-            raise TypeError(f"a {type(settings).__name__}, not a mapping of settings")
-    return settings
-
-
-@contextlib.contextmanager
-def _damage_named(file: str) -> Iterator[None]:
-    """Raise a CheckpointError with the file's name for whatever reading it raises."""
-    try:
-        yield
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {reason:.200}); {RESTORE_HINT}") from error
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -341,10 +193,13 @@ def _write_json(path: str, content: dict) -> None:
 
 def _inventory(directory: str) -> dict[str, dict]:
     files = (os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
-    return {os.path.relpath(f, directory): {"size": os.path.getsize(f), "sha256": _sha256(f)} for f in sorted(files)}
+    return {
+        os.path.relpath(f, directory): {"size": os.path.getsize(f), "sha256": file_sha256(f)} for f in sorted(files)
+    }
 
 
-def _sha256(path: str) -> str:
+def file_sha256(path: str) -> str:
+    """Return the SHA-256 of a file, in hex."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.setup import run_directory
 

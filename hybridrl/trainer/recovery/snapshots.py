@@ -1,10 +1,10 @@
 """Step snapshots: the state at the end of a step, in memory, for retries and for the next driver.
 
 `StepRetry` makes a `StepSnapshot` after a step. Its parts are in Ray's object store, and Ray deletes an object when its
-owner, the caller that created it, dies. So a driver that its supervisor restarts (`driver/lifecycle.py`) has the calls
-made by a `SnapshotStore`, a detached actor that owns the results: `SurvivingState`. The next attempt loads the newest
-snapshot there, reattaches to the worker processes, and resumes at the end of that step. Without a snapshot only the
-newest checkpoint is left: the job is then a new run on the cluster, and the processes of the old one are killed.
+owner, the caller that created it, dies. So a driver that its supervisor restarts has the calls made by a
+`SnapshotStore`, a detached actor that owns the results: `SurvivingState`. The next attempt loads the newest snapshot
+there, reattaches to the worker processes, and resumes at the end of that step. Without a snapshot only the newest
+checkpoint is left: the job is then a new run on the cluster, and the processes of the old one are killed.
 
 The driver uses this module; `SnapshotStore` runs in a process of its own.
 """
@@ -17,9 +17,10 @@ from typing import Any
 
 import cloudpickle
 
-from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.errors import CallTimeout, ObjectLost
-from hybridrl.single_controller.cluster import NAMESPACE, find_actor, get_value, snapshot_store_name
+from hybridrl.single_controller.cluster import find_actor, get_value, snapshot_store_name
+from hybridrl.single_controller.processes.on_node import start_detached
 from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_process, kill_run
 from hybridrl.system.machine import machine_id
 from hybridrl.system.process_stat import FreezeWatch
@@ -69,18 +70,7 @@ class SnapshotStore:
 
 def start_snapshot_store(run: str) -> Any:
     """Start the snapshot store of a run, preferably on this node; return the actor without waiting for it."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    options = {
-        "name": snapshot_store_name(run),
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "scheduling_strategy": this_node,
-    }
-    return ray.remote(SnapshotStore).options(**options).remote()
+    return start_detached(snapshot_store_name(run), SnapshotStore, must_be_here=False)
 
 
 class SurvivingState(ResumeState):

@@ -19,7 +19,7 @@ from hybridrl.framework.context import OnlineRLContext
 from hybridrl.framework.loop import Task
 from hybridrl.framework.stage import StageSpec, with_spec
 from hybridrl.import_path import load_object
-from hybridrl.trainer.checkpoint.ledger_audit import Outcomes
+from hybridrl.trainer.checkpoint.step_ledger import Outcomes
 
 Middleware = Callable[[Task, Any], None]
 

@@ -29,7 +29,8 @@ from hybridrl.single_controller.monitoring.tracing import (
 from hybridrl.system.directory_lock import lock_directory
 from hybridrl.system.secrets import without_secrets
 from hybridrl.trainer import run
-from hybridrl.trainer.checkpoint.store import CheckpointStore, find_resume_checkpoint
+from hybridrl.trainer.checkpoint.reading import find_resume_checkpoint
+from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.middleware import BatchContext, Column
 from hybridrl.trainer.run.tracking import Tracking
 
@@ -59,9 +60,15 @@ def prepared_run_directory(config: TrainerConfig) -> Iterator[str]:
         _check_writable(key, path)
     with lock_directory(directory):
         _check_not_overwritten(directory, config)
-        find_resume_checkpoint(CheckpointStore(directory), config)
+        resume_checkpoint(CheckpointStore(directory), config)
         with _page(directory, config.page_port):
             yield directory
+
+
+def resume_checkpoint(store: CheckpointStore, config: TrainerConfig) -> str | None:
+    """Return the verified checkpoint to resume from, or None for a new run, see `find_resume_checkpoint`."""
+    is_new = config.resume_mode == "auto" and not store.steps()
+    return None if is_new else find_resume_checkpoint(store, config)
 
 
 def _page(directory: str, port: int | None) -> contextlib.AbstractContextManager[None]:

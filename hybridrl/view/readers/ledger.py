@@ -5,7 +5,7 @@ from typing import Any
 from hybridrl.trainer.checkpoint.step_ledger import FILE
 from hybridrl.view.readers.storage import Folder, LineTail, parsed
 
-AUDIT_COMMAND = "python -m hybridrl.trainer.checkpoint.step_ledger"  # checks every line and every prompt
+AUDIT_COMMAND = "python -m hybridrl.trainer.checkpoint.ledger_audit"  # checks every line and every prompt
 
 
 class LedgerReader:

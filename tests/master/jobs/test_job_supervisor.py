@@ -11,7 +11,7 @@ import ray
 from hybridrl.errors import WorkerLost
 from hybridrl.master.jobs.builder import DLJobBuilder
 from hybridrl.master.service.client import list_masters
-from hybridrl.master.service.console import status
+from hybridrl.master.service.job_commands import status
 from hybridrl.master.service.journal import replay
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.system.process_stat import read_process_stat

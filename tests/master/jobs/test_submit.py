@@ -9,7 +9,7 @@ from ray.util.placement_group import placement_group_table
 
 from hybridrl.errors import ConfigError, PlacementError, WorkerLost
 from hybridrl.master.jobs.builder import DLJobBuilder, RLJobBuilder
-from hybridrl.master.service.console import list_jobs, logs, status, stop
+from hybridrl.master.service.job_commands import list_jobs, logs, status, stop
 from hybridrl.master.service.journal import replay
 from hybridrl.master.state.tables import JobPhase
 from tests.support.master.sample_job import CleansUp, FitTrainer, Trainer, works_until_file

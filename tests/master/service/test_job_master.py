@@ -10,7 +10,7 @@ import ray
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.failure_policy import Budgets, Failure, FailureKind
-from hybridrl.master.service import console
+from hybridrl.master.service import job_commands
 from hybridrl.master.service.client import MasterClient, list_masters
 from hybridrl.master.service.journal import history, replay
 from hybridrl.master.state.tables import JobPhase
@@ -108,7 +108,7 @@ def test_a_reported_decision_is_in_the_journal_and_in_the_status(tmp_path):
         report_decision(decision)
         seen = wait_for(client, lambda seen: seen["decisions"])
         assert seen["decisions"] == (f"step 3: {decision}",) and seen["state"] == JobPhase.RUNNING
-        assert f"decision: step 3: {decision}\n" in console.status("job-f", None)
+        assert f"decision: step 3: {decision}\n" in job_commands.status("job-f", None)
     [event] = [one.event for one in history(str(tmp_path)) if type(one.event).__name__ == "RecoveryDecided"]
     assert (event.scope, event.source, event.executor, event.used, event.limit) == (
         "role",
@@ -147,7 +147,7 @@ def test_a_straggler_appears_in_the_trainers_log_and_in_the_status(tmp_path, cap
             warning,
         )
         wait_for(client, lambda seen: warning in caplog.messages)
-        assert f"warning: {warning}\n" in console.status(client.run, None)
+        assert f"warning: {warning}\n" in job_commands.status(client.run, None)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ ends the parent's side; then prints the exit code of the holder. A process that 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,16 +30,14 @@ def start_stand_ins(folder: Path) -> str:
     return "an address"
 
 
-def hold(folder: Path) -> tuple[int, int]:
-    """Fork a holder; return its id and the descriptor whose end it waits for."""
-    _, ready = os.pipe()
-    alive, parent_end = os.pipe()
+def hold(folder: Path) -> tuple[int, socket.socket]:
+    """Fork a holder; return its id and the socket whose end it waits for."""
+    ours, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
-        os.close(parent_end)
-        cluster_holder.hold_cluster(
-            lambda: start_stand_ins(folder), ready=ready, alive=alive, mask=set(), ignored=[signal.SIGTERM]
-        )
-    return pid, parent_end
+        ours.close()
+        cluster_holder.hold_cluster(lambda: start_stand_ins(folder), theirs, mask=set(), ignored=[signal.SIGTERM])
+    theirs.close()
+    return pid, ours
 
 
 if __name__ == "__main__":
@@ -47,7 +46,7 @@ if __name__ == "__main__":
 
     def close_on_input() -> None:
         sys.stdin.readline()
-        os.close(end)
+        end.close()
 
     threading.Thread(target=close_on_input, daemon=True).start()
     print(os.waitstatus_to_exitcode(os.waitpid(holder, 0)[1]), flush=True)

@@ -10,7 +10,7 @@ import threading
 import time
 
 from hybridrl.driver import supervisor
-from hybridrl.driver.lifecycle import DriverLifecycle
+from hybridrl.driver.run_context import DriverLifecycle
 
 LIFECYCLE = DriverLifecycle()
 

@@ -8,7 +8,8 @@ import yaml
 from hybridrl.config import PPOConfig, from_dict, to_yaml
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.trainer.checkpoint.export_settings import settings_for_export
-from hybridrl.trainer.checkpoint.store import CheckpointStore, verify_manifest, write_run_state
+from hybridrl.trainer.checkpoint.reading import verify_manifest
+from hybridrl.trainer.checkpoint.store import CheckpointStore, write_run_state
 
 PLAIN = {"actor_rollout_ref": {"model": {"path": "/models/tiny"}}}
 

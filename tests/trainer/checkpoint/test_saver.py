@@ -12,8 +12,9 @@ import pytest
 
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, StorageError
+from hybridrl.trainer.checkpoint.reading import verify_manifest
 from hybridrl.trainer.checkpoint.saver import CheckpointSaver
-from hybridrl.trainer.checkpoint.store import CheckpointStore, directory_bytes, verify_manifest
+from hybridrl.trainer.checkpoint.store import CheckpointStore, directory_bytes
 
 
 def write(num_bytes: int = 100):

@@ -8,7 +8,8 @@ import pytest
 
 from hybridrl.errors import CheckpointError
 from hybridrl.framework import OnlineRLContext, Task, stage
-from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, audit, main, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit, main
+from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, read_ledger
 
 NUM_UPDATES = {"actor": [4, 4]}
 
@@ -183,7 +184,7 @@ def test_a_step_that_is_retried_in_the_same_process_counts_once(tmp_path):
 def test_the_command_prints_the_audit(tmp_path, capsys):
     assert (
         main([str(tmp_path)]) == 2
-        and "usage: python -m hybridrl.trainer.checkpoint.step_ledger RUN" in capsys.readouterr().err
+        and "usage: python -m hybridrl.trainer.checkpoint.ledger_audit RUN" in capsys.readouterr().err
     )
     ledger = two_steps(tmp_path)
     assert (

@@ -7,12 +7,8 @@ import pytest
 
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.trainer.checkpoint.store import (
-    CheckpointStore,
-    check_engine_state,
-    find_resume_checkpoint,
-    verify_manifest,
-)
+from hybridrl.trainer.checkpoint.reading import find_resume_checkpoint, verify_manifest
+from hybridrl.trainer.checkpoint.store import CheckpointStore, check_engine_state
 
 
 def write(content: str = "weights"):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, read_ledger
 from hybridrl.trainer.data.prompt_loader import ROW, StepPrompts
 from tests.support.trainer.numbered_prompts import numbered_loader
 

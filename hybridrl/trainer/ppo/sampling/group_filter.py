@@ -31,7 +31,7 @@ from hybridrl.config.schema.ppo import FilterGroupsConfig
 from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import response_lengths
-from hybridrl.trainer.checkpoint.ledger_audit import KEPT, TRAINED, Outcomes
+from hybridrl.trainer.checkpoint.step_ledger import KEPT, TRAINED, Outcomes
 from hybridrl.trainer.data.prompt_loader import EPOCH, ROW
 from hybridrl.trainer.ppo.off_policy import token_ages
 from hybridrl.trainer.ppo.sampling.replay_buffer import concat_padded

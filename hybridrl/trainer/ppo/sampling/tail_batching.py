@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.checkpoint.ledger_audit import DEFERRED, TRAINED, Outcomes
+from hybridrl.trainer.checkpoint.step_ledger import DEFERRED, TRAINED, Outcomes
 from hybridrl.trainer.data.prompt_loader import DEFERRED as STATE
 from hybridrl.trainer.data.prompt_loader import EPOCH, ROW, NoPrompts, PromptLoader, StepPrompts, assign_uids_and_seeds
 from hybridrl.trainer.data.seeds import Purpose

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, audit, read_ledger
+from hybridrl.trainer.checkpoint.ledger_audit import audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, read_ledger
 from hybridrl.trainer.data.prompt_loader import EPOCH, ROW, StepPrompts
 from hybridrl.trainer.ppo.sampling.tail_batching import TailPrompts
 from tests.support.trainer.numbered_prompts import numbered_loader

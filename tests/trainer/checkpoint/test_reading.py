@@ -6,17 +6,15 @@ import pytest
 
 from hybridrl.config import PPOConfig, SFTConfig, from_dict, to_yaml
 from hybridrl.errors import CheckpointError
-from hybridrl.trainer.checkpoint.compatibility import (
+from hybridrl.trainer.checkpoint.fingerprint import (
     FINGERPRINT_KEY,
     MAX_FULL_HASH_BYTES,
     NUM_SAMPLES,
     SAMPLE_BYTES,
-    changed_settings,
-    check_compatible,
     hash_files,
-    read_complete_state,
     run_fingerprint,
 )
+from hybridrl.trainer.checkpoint.reading import changed_settings, check_compatible, read_complete_state
 from hybridrl.trainer.checkpoint.store import write_run_state
 
 
