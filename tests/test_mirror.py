@@ -14,6 +14,7 @@ OF_THE_TREE = {
     "test_architecture.py",
     "test_docs_imports.py",
     "test_docs_site.py",
+    "test_docstrings.py",
     "test_import_verl.py",
     "test_imports.py",
     "test_learning.py",
