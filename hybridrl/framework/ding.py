@@ -20,6 +20,9 @@ class ProcessTask(Task):
 
 
 task = ProcessTask()
+if task.loaded("events"):  # no group waits for a task that its program has not started
+    task.events.close()
+    del task.events
 
 
 def process_task() -> Task:
