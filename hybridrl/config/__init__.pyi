@@ -16,6 +16,7 @@ from .schema.preference import DPOConfig as DPOConfig
 from .schema.preference import RMConfig as RMConfig
 from .schema.sft import SFTConfig as SFTConfig
 from .schema.sft import SupervisedConfig as SupervisedConfig
+from .unknown_keys import asks_nothing as asks_nothing
 from .unknown_keys import suggest_key as suggest_key
 from .unknown_keys import suggest_name as suggest_name
 from .verl.take_over import preset_words as preset_words

@@ -185,8 +185,11 @@ def _section(cls: type, nested: Any, *, prefix: str, root: type, problems: list[
             values[field.name] = convert(value, known[name])
         except InvalidValue as refused:
             problems.append(f"{name}={value_text(value)}: {refused}")
-    unknown = nested.keys() - {field.name for field in fields(cls)}
-    problems.extend(settings.suggest_key(dotted(prefix, str(name)), known) for name in nested if name in unknown)
+    own = {field.name for field in fields(cls)}
+    unknown = {dotted(prefix, str(name)): value for name, value in nested.items() if name not in own}
+    problems.extend(
+        settings.suggest_key(name, known) for name, value in unknown.items() if not settings.asks_nothing(name, value)
+    )
     return cls(**values)
 
 

@@ -19,6 +19,8 @@ REMOVED: Mapping[str, str] = {
     "a recovery; leave it out, a lost worker is started again without it",
 }
 """Dotted key to "was removed: REASON; WAY OUT". A key stands for those below it, too. Nothing else has the same key."""
+DEFAULTS: Mapping[str, object] = {"trainer.standby": False}
+"""Removed settings at the value that asked for nothing: files with settings that earlier versions saved have them."""
 
 
 def suggest_key(name: str, known: Collection[str]) -> str:
@@ -45,6 +47,11 @@ def removal(name: str) -> str | None:
     """Return why the setting `name`, or the group that it was in, is gone; None if no version had it."""
     above = (name[:dot] for dot, letter in enumerate(f"{name}.") if letter == ".")
     return next((REMOVED[key] for key in above if key in REMOVED), None)
+
+
+def asks_nothing(name: str, value: object) -> bool:
+    """Return whether this is a removed setting with the value that it had unless it was set."""
+    return name in DEFAULTS and DEFAULTS[name] == value
 
 
 def nearest_keys(name: str, known: Collection[str]) -> list[str]:

@@ -1,10 +1,10 @@
 import pytest
 
-from hybridrl.config import load_config
+from hybridrl.config import from_dict, load_config
 from hybridrl.config.introspection import keys
 from hybridrl.config.reference import PROGRAMS
 from hybridrl.config.schema.ppo import PPOConfig
-from hybridrl.config.unknown_keys import REMOVED
+from hybridrl.config.unknown_keys import DEFAULTS, REMOVED
 from hybridrl.errors import ConfigError
 
 
@@ -20,3 +20,11 @@ def test_a_command_line_with_a_removed_setting_is_refused_with_the_way_out(monke
     with pytest.raises(ConfigError) as refused:
         load_config(PPOConfig, [word], program="main_ppo", config_name="ppo_trainer")
     assert str(refused.value) == f"{word.partition('=')[0]}: was removed: every run does so; leave it out"
+
+
+@pytest.mark.parametrize(("key", "value"), DEFAULTS.items())
+def test_saved_settings_of_an_earlier_version_are_read_unless_they_ask_for_what_is_gone(key, value):
+    section, name = key.split(".")
+    assert from_dict(PPOConfig, {section: {name: value}}) == PPOConfig()
+    with pytest.raises(ConfigError, match=f"{key}: was removed"):
+        from_dict(PPOConfig, {section: {name: True}})
