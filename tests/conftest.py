@@ -5,6 +5,7 @@ Every process uses one thread. Tests marked `vllm` or `gpu` are skipped, with th
 
 import os
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the package; each would compile it
 os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1"
 )  # before torch is imported
@@ -14,6 +15,7 @@ os.environ["HYBRIDRL_CHECK_STAGES"] = "1"  # every stage is compared with its de
 
 import random
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
@@ -24,6 +26,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+sys.dont_write_bytecode = False  # this process has read the variable
 
 NUM_CPUS = 4  # worker slots, on any machine: two ranks of two roles
 OBJECT_STORE_BYTES = 200 * 1024**2
