@@ -139,7 +139,9 @@ def hold_cluster(
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # a worker whose raylet is gone stays below this process
     started = threading.Event()
     threading.Thread(target=_end_early, args=(parent, started), name="early-end", daemon=True).start()
-    parent.sendall(json.dumps(_answer(start)).encode())
+    answer = json.dumps(_answer(start)).encode()
+    with suppress(OSError):  # the parent is gone, which `_wait` sees too
+        parent.sendall(answer)
     started.set()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     lost = _wait(parent, ClusterWatch())

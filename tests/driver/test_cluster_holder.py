@@ -88,6 +88,14 @@ def test_a_frozen_holder_ends_with_its_parent(held):
         wait_until_gone(pid)
 
 
+def test_a_holder_whose_parent_ends_before_the_answer_leaves_no_cluster(tmp_path):
+    command = [sys.executable, "-m", "tests.support.driver.held_cluster", str(tmp_path), "1", "orphan"]
+    holder = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert holder.returncode == 0
+    for pid in map(int, holder.stdout.split()):
+        wait_until_gone(pid)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("how", "number"), [("program", "SIGSTOP"), ("submit", "SIGKILL")])

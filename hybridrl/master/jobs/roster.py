@@ -84,7 +84,7 @@ def lookup_roster(role: str) -> Roster:
     waits = {RosterState.STARTING: START_TIMEOUT_S, RosterState.RESTARTING: RECOVERY_TIMEOUT_S}
     start, poll_s = time.monotonic(), FIRST_POLL_S
     while True:
-        answer = _ask_supervisor(run, role)
+        answer: RosterAnswer = _call_supervisor(run, "roster", role)
         if answer.roster is not None:
             return answer.roster
         if answer.state not in waits:
@@ -97,11 +97,6 @@ def lookup_roster(role: str) -> Roster:
             )
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, MAX_POLL_S)
-
-
-def _ask_supervisor(run: str, role: str) -> RosterAnswer:
-    answer: RosterAnswer = _call_supervisor(run, "roster", role)
-    return answer
 
 
 def _call_supervisor(run: str, method: str, *args: Any) -> Any:

@@ -1,9 +1,10 @@
 """A cluster holder with stand-ins for Ray's processes, for tests.
 
-    python -m tests.support.driver.held_cluster FOLDER SECONDS
+    python -m tests.support.driver.held_cluster FOLDER SECONDS [orphan]
 
 The stand-ins are a shell named `raylet` and below it `sleep` named `worker`. Prints their ids. An empty line
 ends the parent's side; then prints the exit code of the holder. A process that is stopped for SECONDS is lost.
+With `orphan` this process is the holder, and its parent's side has ended.
 """
 
 import os
@@ -42,6 +43,10 @@ def hold(folder: Path) -> tuple[int, socket.socket]:
 
 if __name__ == "__main__":
     cluster_watch.FREEZE_TIMEOUT_S = float(sys.argv[2])
+    if sys.argv[3:] == ["orphan"]:
+        ended, parent = socket.socketpair()
+        ended.close()
+        cluster_holder.hold_cluster(lambda: start_stand_ins(Path(sys.argv[1])), parent, mask=set(), ignored=[])
     holder, end = hold(Path(sys.argv[1]))
 
     def close_on_input() -> None:

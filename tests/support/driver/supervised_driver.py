@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from hybridrl.driver import supervisor
+from hybridrl.driver import cluster_holder, supervisor
 from hybridrl.driver.run_context import DriverLifecycle
 
 LIFECYCLE = DriverLifecycle()
@@ -107,7 +107,7 @@ def start_cluster_that_stops() -> str:
 
 
 if __name__ == "__main__":
-    supervisor.CLUSTER_STOP_TIMEOUT_S = 2.0
+    cluster_holder.STOP_TIMEOUT_S = 2.0
     reports = sys.argv[1] == "reports_its_end"
     report_end = (lambda run_id, decision: emit("end", run_id, decision)) if reports else (lambda *_: None)
     supervise = supervisor.supervise
