@@ -1,6 +1,6 @@
 """Capabilities that a rollout and a transport declare.
 
-Settings are checked against it before anything starts.
+Settings are checked against them before anything starts.
 
 Classes of `workers/rollout` and `workers/weight_transfer` have one of these records as attribute `capabilities`. The
 rules in `checks/rollout.py` read them in the driver. This module has no code that generates or sends.

@@ -1,8 +1,8 @@
 """The web server of the page: files of the page, JSON for its views, and a stream of events.
 
-It answers GET only and writes nothing. On a loopback address no token is needed, on any other one a request needs that
-of the link that `hybridrl view` prints. Readers run in threads, one request at a time per run. aiohttp is the web
-framework: the OpenAI-compatible endpoint uses it, so every installation has it.
+It answers GET only and writes nothing. A loopback address needs no token. On any other address a request needs the
+token from the link that `hybridrl view` prints. Readers run in threads, one request at a time per run. aiohttp is the
+web framework: the OpenAI-compatible endpoint uses it, so every installation has it.
 """
 
 import asyncio

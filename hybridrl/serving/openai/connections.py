@@ -54,7 +54,7 @@ class Connections:
         return lambda: self._in_work.discard(connection)
 
     def exempt(self, request: web.Request) -> None:
-        """Do not count this request's connection: its episode may wait for new weights, as many others do."""
+        """Do not count this request's connection: many episodes may wait for new weights at a time."""
         self._of_episodes.add(request.protocol)
 
     async def read_body(self, request: web.Request) -> bytes:

@@ -187,5 +187,5 @@ def columns_in_use(step: StepFn) -> StepFn:
 
 
 def used_columns(names: Iterable[str], settings: StepSettings, *, stage: str) -> tuple[str, ...]:
-    """Return those of the columns that a stage uses with these settings."""
+    """Return the columns in `names` that the stage uses with these settings."""
     return tuple(name for name in names if COLUMNS[name].is_used(stage, settings))

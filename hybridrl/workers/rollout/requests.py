@@ -62,8 +62,9 @@ class TokenOutput:
     """The tokens sampled for a request.
 
     finish_reason: "stop": ended by a stop token or stop string, which is included. "length": reached max_new_tokens.
-        "abort": aborted by the caller, with the tokens so far. "pause": the same, because of a weight push. "error":
-        the request cannot be served, and `error` has the reason; there are no tokens.
+        "abort": aborted by the caller, with the tokens so far. "pause": interrupted by a push of weights, a move to
+        another replica or the end of its share; the caller continues it. "error": the request cannot
+        be served, and `error` has the reason; there are no tokens.
     version: of the oldest weights that produced one of the tokens; -1 if there are none.
     mixed: the version of each token, if they differ.
     """
