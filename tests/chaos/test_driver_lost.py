@@ -127,8 +127,9 @@ def test_a_lost_driver_costs_time_and_nothing_else(tmp_path, tiny_qwen2, undistu
     assert len(seconds_back(done)) == 1 and "is started anew" not in done.stderr
     assert "starting new processes" not in done.stderr
     [journal] = (tmp_path / "run/master").iterdir()
-    [decision] = replay(str(journal))[0].decisions
+    decision, recovered = replay(str(journal))[0].decisions
     assert re.search(r"the supervisor restarts the driver from the snapshot of step \d \(1 of 3 losses\)", decision)
+    assert "recovered: all roles" in recovered
     print_seconds(tmp_path, f"{how} in {stage}")
     check_ended_the_same(tmp_path, undisturbed)
 
