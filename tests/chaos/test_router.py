@@ -13,7 +13,6 @@ import signal
 import statistics
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.base import VERSION_ON_DISK, Rollout, load_special_tokens
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import sequence_keys
+from tests.support.processes import is_alive
 
 REPETITIONS = int(os.environ.get("ROUTER_REPETITIONS", "1"))
 # A replica without an answer for this long counts as frozen. Four processes on two cores answer within a second; on a
@@ -161,12 +161,5 @@ def test_a_killed_and_then_a_frozen_replica_cost_no_request_and_no_answer(ray_cl
                 assert of[-1].lost == of[-1].wrong == 0
                 assert of[-1].out_s < SILENT_S + 2
                 assert group.process_ids[outcome.victim] != hurt[outcome.victim]
-                assert not is_running(hurt[outcome.victim])
+                assert not is_alive(hurt[outcome.victim])
     print(table(lines))
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from hybridrl.rewards.function_address import FunctionAddress
 from hybridrl.rewards.process_pool import ScoreProcessPool
 from hybridrl.rewards.sample_score import read_score
 from hybridrl.system.child_process import pickled_call
+from tests.support.processes import is_alive
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,12 +130,6 @@ def pool(path):
 
 def call(what, argument=None):
     return {"what": what, "argument": argument}
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
 
 
 def wait_until_gone(pid: int, seconds: float = 60.0) -> bool:

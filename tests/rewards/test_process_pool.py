@@ -6,13 +6,13 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from hybridrl.rewards.function_address import FunctionAddress
 from hybridrl.rewards.process_pool import ScoreProcessPool
+from tests.support.processes import is_alive
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 0.5  # of the calls that are meant to run into it; generous for a trivial call on a busy machine
@@ -95,13 +95,6 @@ def pool(path):
 
 def call(what, argument=None):
     return {"what": what, "argument": argument}
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:

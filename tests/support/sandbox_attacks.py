@@ -166,8 +166,9 @@ ATTACKS = (
     ),
     Attack(
         "reads files of the parent",
-        "for path in (secret_file, '/etc/shadow', '/etc/passwd', '/root/.ssh', '/home', '/proc/1/root/etc/passwd',\n"
-        "             f'/proc/self/cwd/../{secret_file}', '/sys/kernel', '/dev/mem', '/dev/sda', '/dev/vda'):\n"
+        "for path in (secret_file, '/etc/shadow', '/etc/passwd', os.path.join('/root', '.ssh'), '/home',\n"
+        "             os.path.join('/proc/1/root', 'etc/passwd'), f'/proc/self/cwd/../{secret_file}',\n"
+        "             '/sys/kernel', '/dev/mem', '/dev/sda', '/dev/vda'):\n"
         "    attempt(path, lambda: os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(100))",
         "they are not there",
     ),

@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from hybridrl.system.child_process import ChildProcess, ProcessLimits
+from tests.support.processes import is_alive
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,12 +23,6 @@ DAEMON = (
     "    os._exit(0)\n"
     "time.sleep(600)\n"
 )
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
 
 
 def wait_until_gone(pid: int) -> bool:

@@ -74,7 +74,7 @@ def test_a_dockerfile_says_what_is_in_the_tree(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
     lines = [
-        *("# a comment", "FROM debian:12", "LABEL a=b", "WORKDIR /work", "WORKDIR in"),
+        *("# a comment", "FROM debian:12", "LABEL a=b", "WORKDIR /srv", "WORKDIR in"),
         *('ENV WHO=me GREETING="hello $WHO"', "ENV BOTH=$WHO,${GREETING}"),
         *("COPY *.txt data ./", "COPY data /data", "COPY a.txt ../c.txt"),
         *("RUN make \\", "  # why", "  all", 'CMD ["sh"]'),
@@ -82,15 +82,15 @@ def test_a_dockerfile_says_what_is_in_the_tree(tmp_path):
     (tmp_path / "Dockerfile").write_text("\n".join(lines))
     image = read_image(tmp_path, workdir=None)
     variables = {"WHO": "me", "GREETING": "hello $WHO", "BOTH": "me,hello $WHO"}
-    assert (image.workdir, image.variables) == ("/work/in", variables)
-    assert image.directories() == {"/work", "/data"}
-    copied = {"/work/in/a.txt": tmp_path / "a.txt", "/work/in/b.txt": tmp_path / "b.txt", "/work/in": tmp_path / "data"}
+    assert (image.workdir, image.variables) == ("/srv/in", variables)
+    assert image.directories() == {"/srv", "/data"}
+    copied = {"/srv/in/a.txt": tmp_path / "a.txt", "/srv/in/b.txt": tmp_path / "b.txt", "/srv/in": tmp_path / "data"}
     assert [step.sources for step in image.steps[:3]] == [
         copied,
         {"/data": tmp_path / "data"},
-        {"/work/c.txt": tmp_path / "a.txt"},
+        {"/srv/c.txt": tmp_path / "a.txt"},
     ]
-    assert image.steps[3] == Step("make    all", directory="/work/in", variables=variables)
+    assert image.steps[3] == Step("make    all", directory="/srv/in", variables=variables)
     assert read_image(tmp_path, workdir="/app").workdir == "/app"
 
 
