@@ -1,4 +1,6 @@
-"""Trains on what `collector.py` sends, and sends it weights: two programs on one Ray cluster, started in any order.
+"""Trains on what `collector.py` sends, and sends it weights.
+
+They are two programs on one Ray cluster, started in any order.
 
 ray start --head --port 6379
 export RAY_ADDRESS=127.0.0.1:6379

@@ -212,8 +212,10 @@ def test_exit_hooks_and_finally_blocks_of_the_others_run_when_the_group_ends(kin
     if kind == "interrupt":
         threading.Thread(target=interrupt, daemon=True).start()
     expected = {"hook-0", "finally-0", "finally-2"} | ({"hook-1", "finally-1"} if kind == "interrupt" else set())
+    started = time.monotonic()
     with pytest.raises(LookupError if kind == "raise" else KeyboardInterrupt):
         Parallel.runner(3, exit_timeout_s=120)(programs.end_with_the_group, tmp_path, kind)
+    assert time.monotonic() - started < 50, "a process without a task is interrupted at once, not after half the limit"
     assert {path.name for path in tmp_path.glob("[hf]*-*")} == expected
 
 
