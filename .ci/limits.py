@@ -52,7 +52,7 @@ def importers(source: Source) -> dict[str, set[str]]:
 
 def main(limits: Path = LIMITS) -> int:
     """Print the sizes with the limits of this file, and return 1 if one is above its limit."""
-    lines, fits = counts.compared(sizes(), tomllib.loads(limits.read_text(encoding="utf-8")))
+    lines, fits = counts.compared(sizes(), counts.limits_of(tomllib.loads(limits.read_text(encoding="utf-8"))))
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0 if fits else 1
 

@@ -7,7 +7,15 @@ import tomllib
 
 import pytest
 
-from tests.support.source.counts import code_lines, compared, pass_through_functions, small_modules, twins, words
+from tests.support.source.counts import (
+    code_lines,
+    compared,
+    limits_of,
+    pass_through_functions,
+    small_modules,
+    twins,
+    words,
+)
 from tests.support.source.imports import ROOT
 
 
@@ -75,8 +83,22 @@ def test_a_size_above_its_limit_does_not_fit_and_one_below_can_lower_it(size, fi
     assert compared({"core_lines": size}, {"core_lines": 10, "other": 0}) == ([line], fits)
 
 
+def test_a_capability_that_came_later_adds_what_it_needs_to_the_limits():
+    table = {
+        "code_lines": 100,
+        "words": 7,
+        "added": {"images": {"code_lines": 20}, "sound": {"code_lines": 3, "words": 1}},
+    }
+    assert limits_of(table) == {"code_lines": 123, "words": 8}
+
+
+def test_a_capability_cannot_add_to_a_size_without_a_limit():
+    with pytest.raises(KeyError):
+        limits_of({"code_lines": 100, "added": {"images": {"lines": 20}}})
+
+
 def test_the_program_of_the_limits_fails_above_one(tmp_path):
-    names = tomllib.loads((ROOT / ".ci" / "limits.toml").read_text(encoding="utf-8"))
+    names = limits_of(tomllib.loads((ROOT / ".ci" / "limits.toml").read_text(encoding="utf-8")))
     (tmp_path / "limits.toml").write_text(
         "".join(f"{name} = {1 if name == 'code_lines' else 10**6}\n" for name in names)
     )

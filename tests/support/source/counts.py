@@ -5,6 +5,7 @@ import builtins
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 SMALL = 40  # code lines
 
@@ -85,6 +86,15 @@ def twins(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
 def words(files: Iterable[Path]) -> int:
     """Return the number of words, as `wc -w` counts them."""
     return sum(len(path.read_text(encoding="utf-8").split()) for path in files)
+
+
+def limits_of(table: Mapping[str, Any]) -> dict[str, int]:
+    """Return the limit of each size: the number in `limits.toml`, and what each capability of `[added]` needs."""
+    limits = {name: limit for name, limit in table.items() if name != "added"}
+    for needs in table.get("added", {}).values():
+        for name, size in needs.items():
+            limits[name] += size
+    return limits
 
 
 def compared(sizes: Mapping[str, int], limits: Mapping[str, int]) -> tuple[list[str], bool]:
