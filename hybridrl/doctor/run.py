@@ -7,7 +7,9 @@ from typing import Any
 from hybridrl.doctor import rules
 from hybridrl.doctor.curves import MIN_STEPS, Curves
 from hybridrl.doctor.finding import Finding
-from hybridrl.errors import ConfigError
+from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.trainer.checkpoint import ledger_audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, parse_ledger
 from hybridrl.view.readers.storage import Folder
 from hybridrl.view.runs import Run, open_runs
 
@@ -37,6 +39,7 @@ def examine_run(path: str) -> Iterator[Finding]:
     yield from _end(run.folder, is_complete=steps == total)
     yield from _failures(run)
     yield from _checkpoints(run, steps)
+    yield from _prompts(run.folder)
     if steps < MIN_STEPS:
         yield from rules.failure_shares(curves)
         yield Finding("metrics", f"fewer than {MIN_STEPS} steps: too few to judge the curves by")
@@ -87,6 +90,20 @@ def _checkpoints(run: Run, steps: int) -> Iterator[Finding]:
         )
     elif newest is not None:
         yield Finding("newest checkpoint", f"step {newest}")
+
+
+def _prompts(folder: Folder) -> Iterator[Finding]:
+    """Yield what became of the prompts that the run has drawn."""
+    if (stat := folder.stat(FILE)) is None:
+        return
+    try:
+        audit = ledger_audit.audit(parse_ledger(folder.read(FILE, 0, stat[0]).splitlines(keepends=True), FILE))
+    except CheckpointError as error:
+        yield Finding("the step ledger", str(error))
+        return
+    problems = audit.problems()
+    change = f"{'; '.join(problems[:3])}: {ledger_audit.COMMAND} RUN" if problems else ""
+    yield Finding("prompts", str(audit.prompt_count()), change)
 
 
 def _setting(run: Run, name: str, default: Any) -> Any:

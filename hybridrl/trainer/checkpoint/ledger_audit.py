@@ -3,7 +3,9 @@
     python -m hybridrl.trainer.checkpoint.ledger_audit RUN     print the audit of a run; exit code 1 if it found a
     problem
 
-For each step or prompt that does not, the audit has one sentence. Pure functions on the entries of `step_ledger.py`.
+For each step or prompt that does not, the audit has one sentence. `PromptCount` is the sum that a run prints. The order
+of the rows is computed anew from the size of the dataset and the seed. So a prompt that was drawn and stands in no line
+is found, too. Pure functions on the entries of `step_ledger.py`.
 """
 
 import collections
@@ -15,6 +17,50 @@ from typing import Any
 
 from hybridrl.errors import CheckpointError
 from hybridrl.trainer.checkpoint.step_ledger import DEFERRED, FILE, KEPT, TRAINED, Outcomes, read_ledger
+from hybridrl.trainer.data.prompt_loader import EpochSampler
+
+COMMAND = "python -m hybridrl.trainer.checkpoint.ledger_audit"
+
+
+@dataclass(frozen=True)
+class PromptCount:
+    """Prompts that a run has drawn from its data, one per row and epoch, and what became of them.
+
+    Attributes:
+        drawn: Prompts that the run has drawn: `trained`, `lost`, `left_out` and `waiting` add up to it.
+        trained: Those that a step in the weights has trained on.
+        lost: Those that no step has, though a later row of the epoch was used.
+        repeated: Uses beyond the first one.
+        waiting: Kept or deferred for a later step.
+        left_out: Reason -> number of prompts that were drawn and left out of training.
+    """
+
+    drawn: int = 0
+    trained: int = 0
+    lost: int = 0
+    repeated: int = 0
+    waiting: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: "PromptCount") -> "PromptCount":
+        """Return the count of two runs."""
+        left_out = collections.Counter(self.left_out) + collections.Counter(other.left_out)
+        return PromptCount(
+            drawn=self.drawn + other.drawn,
+            trained=self.trained + other.trained,
+            lost=self.lost + other.lost,
+            repeated=self.repeated + other.repeated,
+            waiting=self.waiting + other.waiting,
+            left_out=dict(left_out),
+        )
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in self.left_out.items())
+        waiting = f", {self.waiting} waiting" if self.waiting else ""
+        return (
+            f"{self.drawn:,} drawn, {self.trained:,} trained once, {self.lost} lost, {self.repeated} repeated, "
+            f"{sum(self.left_out.values())} left out{f' ({reasons})' if reasons else ''}{waiting}"
+        )
 
 
 @dataclass
@@ -26,12 +72,14 @@ class LedgerAudit:
         num_repeated: Steps that ran again after a process ended or rewound.
         first: Steps up to this one are in another run's ledger.
         rows: Rows of the training data.
+        order: `seed` and `shuffle` of their order, None if it is not known.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     num_repeated: int = 0
     first: int = 0
     rows: int = 0
+    order: Mapping[str, Any] | None = None
 
     def problems(self) -> list[str]:
         """Return one sentence per step, stage or prompt that was not applied exactly once."""
@@ -52,10 +100,44 @@ class LedgerAudit:
             found += (
                 [f"epoch {epoch}: prompts {twice[:5]} were used more than once ({len(twice)} in all)"] if twice else []
             )
-        for epoch in sorted(used)[:-1] if not self.first else ():
-            missing = sorted({*range(self.rows)} - {*used[epoch]})
+        for epoch, rows in used.items():
+            unknown = sorted({*rows} - {*range(self.rows)})
+            found += [f"epoch {epoch}: prompts {unknown[:5]} are no rows of the data"] if unknown else []
+            missing = self._lost(epoch, used)
             found += [f"epoch {epoch}: prompts {missing[:5]} were not used ({len(missing)} in all)"] if missing else []
         return found
+
+    def _lost(self, epoch: int, used: Mapping[int, Sequence[int]]) -> list[int]:
+        """Return the rows that the epoch has drawn and no step has used.
+
+        An epoch that is over has drawn all rows, the last one those up to its last used row. In the first epoch of a
+        run whose beginning is in another ledger, rows before the first used one are not counted.
+        """
+        is_over, begins_here = epoch < max(used), not (self.first and epoch == min(used))
+        if self.order is None:
+            return sorted({*range(self.rows)} - {*used[epoch]}) if is_over and begins_here else []
+        order = EpochSampler(self.rows, **self.order).order(epoch).tolist()
+        positions = [place for place, row in enumerate(order) if row in {*used[epoch]}]
+        begin = 0 if begins_here else min(positions, default=0)
+        end = self.rows if is_over else max(positions, default=-1) + 1
+        return sorted({*order[begin:end]} - {*used[epoch]})
+
+    def prompt_count(self) -> PromptCount:
+        """Return what became of the prompts that the run has drawn."""
+        used, left_out = self.prompts(), self.num_left_out()
+        lost = sum(len(self._lost(epoch, used)) for epoch in used)
+        distinct, uses = (sum(map(len, rows)) for rows in (map(set, used.values()), used.values()))
+        newest = _drawn(self.steps[max(self.steps)]) if self.steps else {}
+        waiting = sum(len(outcomes.get(KEPT, ())) for outcomes in newest.values())
+        waiting += sum(trained is None for _, trained in self.deferred().values())
+        return PromptCount(
+            drawn=distinct + lost,
+            trained=distinct - sum(left_out.values()) - waiting,
+            lost=lost,
+            repeated=uses - distinct,
+            waiting=waiting,
+            left_out=left_out,
+        )
 
     def prompts(self) -> dict[int, list[int]]:
         """Return epoch -> rows that were used: trained on, with `drawn` left out of training, or still waiting."""
@@ -104,8 +186,7 @@ class LedgerAudit:
             f"prompts per epoch, of {self.rows}: "
             f"{', '.join(str(len(rows)) for rows in self.prompts().values()) or 'none'}",
         ]
-        if left_out := self.num_left_out():
-            lines.append(f"prompts not trained on: {', '.join(f'{name} {count}' for name, count in left_out.items())}")
+        lines.append(f"prompts: {self.prompt_count()}")
         if deferred := self.deferred().values():
             ages = [trained - step for step, trained in deferred if trained is not None]
             mean = sum(ages) / max(1, len(ages))
@@ -132,7 +213,7 @@ def audit(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
             result.num_repeated += len(undone)
             for step in undone:
                 del result.steps[step]
-            result.rows = entry["rows"]
+            result.rows, result.order = entry["rows"], entry.get("order")
             if not result.steps:
                 result.first = entry["begin"]
         else:
@@ -143,10 +224,7 @@ def audit(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
 def main(argv: Sequence[str]) -> int:
     """Print the audit of a run's ledger, and return the exit code."""
     if len(argv) != 1 or not os.path.isfile(os.path.join(argv[0], FILE)):
-        sys.stderr.write(
-            "usage: python -m hybridrl.trainer.checkpoint.ledger_audit RUN\nRUN: the directory that a run "
-            f"wrote to, with {FILE} in it\n"
-        )
+        sys.stderr.write(f"usage: {COMMAND} RUN\nRUN: the directory that a run wrote to, with {FILE} in it\n")
         return 2
     try:
         result = audit(read_ledger(os.path.join(argv[0], FILE)))

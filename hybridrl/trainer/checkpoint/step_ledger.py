@@ -3,10 +3,11 @@
 `ledger.jsonl` in the run's directory is only ever appended to: one line per process that starts (or rewinds), one per
 step:
 
-    {"begin": 4, "rows": 7473, "from": ".../global_step_4"}
+    {"begin": 4, "rows": 7473, "order": {"seed": 1, "shuffle": true}, "from": ".../global_step_4"}
     {"step": 5, "epoch": 0, "prompts": [17, 3], "stages": {"update_actor": 1, ...}, "updates": {"actor": 10}}
 
     begin    the step that the process resumes after; updates of earlier lines of later steps are not in the weights
+    order    of the rows in every epoch (`EpochSampler`); null with a sampler of the user's own
     prompts  rows of the training data that the step trained on
     drawn    with `algorithm.filter_groups`: epoch -> what became of a prompt -> rows. A prompt is trained, filtered,
              surplus (dropped), or kept for the next step, whose line has it again. So has the line of a later step
@@ -52,14 +53,15 @@ class StepLedger:
     Args:
         directory: The run's directory.
         rows: Rows of the training data.
+        order: `seed` and `shuffle` of the rows' order, None if it is not the built-in one.
 
     Attributes:
         engine_updates: Trained role -> optimizer steps in the weights, one value per rank. The trainer sets it whenever
             it saves or loads the engines.
     """
 
-    def __init__(self, directory: str, *, rows: int):
-        self.path, self.rows = os.path.join(directory, FILE), rows
+    def __init__(self, directory: str, *, rows: int, order: Mapping[str, Any] | None = None):
+        self.path, self.rows, self.order = os.path.join(directory, FILE), rows, order
         self.engine_updates: dict[str, Sequence[int]] = {}
         self.step = 0  # the last completed one
         self.updates = Updates()  # as the workers reported them to this process
@@ -124,7 +126,7 @@ class StepLedger:
         """
         self.step, self.updates = step, {}
         self._stage_runs.clear()
-        self._start_entry = {"begin": step, "rows": self.rows, "from": path}
+        self._start_entry = {"begin": step, "rows": self.rows, "order": self.order, "from": path}
 
     def record_update(self, role: str, updates: Mapping[str, Sequence[float]], *, prefix: str) -> None:
         """Record the optimizer steps in a role's weights.
@@ -250,21 +252,25 @@ def read_ledger(path: str) -> list[dict[str, Any]]:
 
 def _iterate_ledger(path: str) -> Iterator[dict[str, Any]]:
     """Yield what `read_ledger` returns, one entry in memory at a time."""
-    if not os.path.exists(path):
-        return
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            yield from parse_ledger(file, path)
+
+
+def parse_ledger(lines: Iterable[bytes], path: str) -> Iterator[dict[str, Any]]:
+    """Yield the entries of the lines of a ledger, as `read_ledger` returns them; `path` is for the error."""
     before = ""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            entry = _read_line(line, before)
-            if entry is None:
-                raise CheckpointError(
-                    f"{path} is damaged in line {number}; move it away: the run then resumes without it, from its "
-                    "checkpoint's own counts"
-                )
-            before = entry[CHECKSUM]
-            yield entry
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):
+            return
+        entry = _read_line(line, before)
+        if entry is None:
+            raise CheckpointError(
+                f"{path} is damaged in line {number}; move it away: the run then resumes without it, from its "
+                "checkpoint's own counts"
+            )
+        before = entry[CHECKSUM]
+        yield entry
 
 
 def _read_line(line: bytes, before: str) -> dict[str, Any] | None:

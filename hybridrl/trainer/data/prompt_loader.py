@@ -61,6 +61,9 @@ class PromptLoader:
             with `state_dict` and `load_state_dict` saves its own position. A sampler with `set_epoch` receives the
             epoch before each one. Any other sampler is iterated again from the first epoch when a run resumes, so it
             must be reproducible.
+
+    Attributes:
+        order: Arguments of `EpochSampler`, None with a sampler of the user's own.
     """
 
     def __init__(
@@ -82,9 +85,8 @@ class PromptLoader:
         self.epoch = 0  # of the next batch, counted from 0
         self._rows_taken = 0  # in that epoch
         self._iterator: Iterator[int] | None = None
-        self._fingerprint = {"num_rows": len(dataset)} | (
-            {} if sampler is not None else {"seed": seed, "shuffle": shuffle}
-        )
+        self.order = {"seed": seed, "shuffle": shuffle} if sampler is None else None
+        self._fingerprint = {"num_rows": len(dataset)} | (self.order or {})
         self._sampler: Any = EpochSampler(len(dataset), shuffle=shuffle, seed=seed) if sampler is None else sampler
 
     def update_sampler(self, batch: DataProto) -> None:
@@ -208,6 +210,8 @@ class NoPrompts:
 
     It keeps the position of the checkpoint that is validated.
     """
+
+    order = None
 
     def __init__(self) -> None:
         self.dataset: tuple[dict, ...] = ()

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.errors import CheckpointError
+from hybridrl.trainer.checkpoint import ledger_audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE, read_ledger
 from hybridrl.trainer.run.console import VALIDATION_LOSS, split_validation_name
 from hybridrl.trainer.run.metrics import MFU_NAMES
 from hybridrl.trainer.run.samples import format_answer, format_prompt, read_examples
@@ -41,7 +44,30 @@ def report_run(
         "TensorBoard": directory / TENSORBOARD_DIRECTORY if (directory / TENSORBOARD_DIRECTORY).exists() else None,
     } | dict(written or {})
     lines = [f"{what}: {where}" for what, where in outputs.items() if where]
-    return "\n".join([*lines, *value_lines(history), *stage_lines(history), *_examples(directory, history)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *lines,
+                *_prompt_line(directory),
+                *value_lines(history),
+                *stage_lines(history),
+                *_examples(directory, history),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _prompt_line(directory: Path) -> list[str]:
+    """Return what became of the prompts that the run has drawn, and how to read on if one is lost or repeated."""
+    try:
+        audit = ledger_audit.audit(read_ledger(str(directory / FILE)))
+    except CheckpointError as error:
+        return [f"prompts: {error}"]
+    if not audit.steps:
+        return []
+    hint = f"; {ledger_audit.COMMAND} {shlex.quote(str(directory))} names them" if audit.problems() else ""
+    return [f"prompts: {audit.prompt_count()}{hint}"]
 
 
 def _examples(directory: Path, history: History) -> list[str]:

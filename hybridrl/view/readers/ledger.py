@@ -2,10 +2,9 @@
 
 from typing import Any
 
+from hybridrl.trainer.checkpoint.ledger_audit import COMMAND
 from hybridrl.trainer.checkpoint.step_ledger import FILE
 from hybridrl.view.readers.storage import Folder, LineTail, parsed
-
-AUDIT_COMMAND = "python -m hybridrl.trainer.checkpoint.ledger_audit"  # checks every line and every prompt
 
 
 class LedgerReader:
@@ -39,7 +38,7 @@ class LedgerReader:
             "updates": self._updates,
             "starts": self._starts[-100:],
             "more_than_once": self._more_than_once[-100:],
-            "command": f"{AUDIT_COMMAND} {self._folder.url}",
+            "command": f"{COMMAND} {self._folder.url}",
         }
 
     def _start(self, entry: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@
 
 A drill is clean if its run ended with the parameters and the step of the calm run, bit for bit. It is also clean if
 the run ended with one error (`clarity.py`), a code other than 0, no traceback and nothing left behind, and the same
-command then went on to the calm run's end. Every drill is a function of its seed, and one line. `drills.jsonl` has the
-details; what a run wrote is kept if its drill was not clean.
+command then went on to the calm run's end. No prompt may be lost or repeated (`LedgerAudit`). Every drill is a function
+of its seed, and one line. `drills.jsonl` has the details; what a run wrote is kept if its drill was not clean.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from hybridrl.trainer.checkpoint.ledger_audit import PromptCount
 from tests.support.blind.drill import Drills
 from tests.support.blind.plan import KINDS, draw_drill
 from tests.support.blind.runs import available_kinds
@@ -39,12 +40,13 @@ def main() -> int:
             sys.stdout.write(draw_drill(seed, kinds=kinds).to_json() + "\n")
         return 0
     drills = Drills(arguments.folder)
-    num_unclean = 0
+    num_unclean, totals = 0, PromptCount()
     for seed in range(arguments.seed, arguments.seed + arguments.n):
         drill = draw_drill(seed, kinds=kinds, possible=drills.possible)
         try:
             verdict = drills.run(drill)
             is_clean, line, details = verdict.is_clean, verdict.line, verdict.to_json()
+            totals += verdict.prompts or PromptCount()
         except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the drill itself; the next one may work
             is_clean, line = False, f"seed {seed}, {drill.kind}: NOT JUDGED: {error}"
             details = asdict(drill) | {"ended": line, "clean": False}
@@ -53,7 +55,7 @@ def main() -> int:
         sys.stdout.flush()
         with open(arguments.folder / "drills.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(details) + "\n")
-    sys.stdout.write(f"{arguments.n - num_unclean} of {arguments.n} drills were clean\n")
+    sys.stdout.write(f"{arguments.n - num_unclean} of {arguments.n} drills were clean; prompts: {totals}\n")
     return 1 if num_unclean else 0
 
 

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridrl.trainer.checkpoint.ledger_audit import PromptCount
 from tests.support.blind.plan import Drill
-from tests.support.blind.runs import NUM_MACHINES, ROOT, STEPS, command, digest, make_model
+from tests.support.blind.runs import NUM_MACHINES, ROOT, STEPS, command, digest, make_model, prompt_count
 from tests.support.blind.stage import Outcome, Scene, can_be_apart, enter_command
 from tests.support.blind.surroundings import possible_harms
 
@@ -31,6 +32,7 @@ class Verdict:
     is_clean: bool
     first: Outcome
     again: Outcome | None
+    prompts: PromptCount | None = None  # None for a run without a step ledger
 
     @property
     def line(self) -> str:
@@ -41,6 +43,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         outcomes = {"first": asdict(self.first), "again": asdict(self.again) if self.again else None}
+        outcomes["prompts"] = asdict(self.prompts) if self.prompts else None
         drill = asdict(self.drill)
         return drill | {"ended": self.ended, "clean": self.is_clean} | outcomes
 
@@ -66,15 +69,15 @@ class Drills:
         calm = self.calm(drill.kind)
         base_s, factor = DEADLINE_S
         deadline_s = base_s + factor * calm["seconds"]
-        first, again, end = self._run_stage(
+        first, again, end, prompts = self._run_stage(
             drill,
             _name(drill),
             start_s=calm["start_s"],
             step_s=calm["step_s"],
             deadline_s=deadline_s,
         )
-        ended = judge(first, again, end=end, calm_end=calm["end"])
-        verdict = Verdict(drill, ended, ended in ("equal", "resumed equal"), first, again)
+        ended = judge(first, again, end=end, calm_end=calm["end"], prompts=prompts)
+        verdict = Verdict(drill, ended, ended in ("equal", "resumed equal"), first, again, prompts)
         if verdict.is_clean:
             shutil.rmtree(self.folder / _name(drill))
         return verdict
@@ -92,7 +95,7 @@ class Drills:
     def _run_calmly(self, kind: str) -> dict[str, Any]:
         calm, times = Drill(0, kind, ()), {"start_s": 0.0, "step_s": 0.0, "deadline_s": CALM_DEADLINE_S}
         for _ in range(CALM_TRIES):
-            outcome, _, end = self._run_stage(calm, f"calm-{kind}", **times)
+            outcome, _, end, _ = self._run_stage(calm, f"calm-{kind}", **times)
             if outcome.code == 0:
                 break
         if outcome.code != 0 or not end.startswith("step"):
@@ -102,8 +105,8 @@ class Drills:
 
     def _run_stage(
         self, drill: Drill, name: str, *, start_s: float, step_s: float, deadline_s: float
-    ) -> tuple[Outcome, Outcome | None, str]:
-        """Return how the run ended, how it ended when it was started again, and its final state."""
+    ) -> tuple[Outcome, Outcome | None, str, PromptCount | None]:
+        """Return how the run ended, how it ended when it was started again, its final state, and its prompts."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -127,14 +130,14 @@ class Drills:
         result = json.loads(result_path.read_text())
         again = Outcome(**result["again"]) if result["again"] else None
         run = folder / ("kept" if self.apart else "disk") / "run"
-        return Outcome(**result["first"]), again, digest(drill.kind, run)
+        return Outcome(**result["first"]), again, digest(drill.kind, run), prompt_count(run)
 
 
 def _name(drill: Drill) -> str:
     return f"seed-{drill.seed}-{drill.kind}"
 
 
-def judge(first: Outcome, again: Outcome | None, *, end: str, calm_end: str) -> str:
+def judge(first: Outcome, again: Outcome | None, *, end: str, calm_end: str, prompts: PromptCount | None = None) -> str:
     """Return "equal", "resumed equal", or what is wrong with a drill, or why that cannot be told.
 
     Args:
@@ -142,17 +145,13 @@ def judge(first: Outcome, again: Outcome | None, *, end: str, calm_end: str) -> 
         again: The same command, started again; None if the first one succeeded or did not end.
         end: State after the last of them.
         calm_end: State after the calm run.
+        prompts: What became of the run's prompts, by its ledger.
     """
     if first.code is None and not first.hits:
         return "NOT JUDGED: the machine is so busy that no fault came up before the deadline"
     if first.code is None:
         return f"HANGS: {len(first.hanging)} processes at the deadline; last line: {first.last_line}"
-    faults = []
-    for name, outcome in (("", first), ("again: ", again)):
-        if outcome is not None and outcome.left:
-            faults.append(f"{name}LEFT {outcome.left}")
-        if outcome is not None and outcome.shared_memory:
-            faults.append(f"{name}LEFT in /dev/shm {outcome.shared_memory}")
+    faults = [*_left_behind("", first), *_left_behind("again: ", again), *_lost_prompts(prompts)]
     if first.unclear:
         faults.append(f"UNCLEAR, code {first.code}: {first.unclear}")
     elif first.code and first.has_traceback:
@@ -162,3 +161,14 @@ def judge(first: Outcome, again: Outcome | None, *, end: str, calm_end: str) -> 
     elif end != calm_end:
         faults.append(f"DIFFERENT: {end}, calm: {calm_end}")
     return "; ".join(faults) or ("equal" if first.code == 0 else "resumed equal")
+
+
+def _left_behind(name: str, outcome: Outcome | None) -> list[str]:
+    if outcome is None:
+        return []
+    places = {"": outcome.left, "in /dev/shm ": outcome.shared_memory}
+    return [f"{name}LEFT {place}{found}" for place, found in places.items() if found]
+
+
+def _lost_prompts(prompts: PromptCount | None) -> list[str]:
+    return [f"PROMPTS {prompts}"] if prompts is not None and (prompts.lost or prompts.repeated) else []

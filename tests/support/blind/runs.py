@@ -6,6 +6,9 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from hybridrl.trainer.checkpoint.ledger_audit import PromptCount, audit
+from hybridrl.trainer.checkpoint.step_ledger import FILE as LEDGER_FILE
+from hybridrl.trainer.checkpoint.step_ledger import read_ledger
 from tests.support.chaos.machines import can_simulate
 from tests.support.end_to_end.runs import settings, weights
 
@@ -36,6 +39,20 @@ CHANGES = {
         "actor_rollout_ref__actor__megatron__tensor_model_parallel_size": 2,
     },
 }
+CHANGES["lag 4"] = SEPARATED | AHEAD | {"trainer__lag": 4}
+CHANGES["dynamic"] = {"algorithm__filter_groups__enable": True, "data__gen_batch_size": 5}
+CHANGES["tail"] = {
+    f"{ROLLOUT}mode": "async",
+    "algorithm__filter_groups__order": "tail_batching",
+    "data__gen_batch_size": 6,
+    f"{ROLLOUT}stop_token_ids": [*range(60, 100)],  # lengths differ: a token in ten or so ends a response
+}
+CHANGES["replay"] = {
+    "trainer__replay__groups": 2,
+    "trainer__staleness": 3,
+    "algorithm__rollout_correction__rollout_is": "token",
+    f"{ROLLOUT}calculate_log_probs": True,
+}
 CHANGES["nodes"] = {"trainer__n_gpus_per_node": 1, "trainer__nnodes": 2}  # one machine is spare
 SFT_ROWS = 10
 JOB_ARGUMENTS = ["--rollout_batch_size", "32", "--train_batch_size", "16", "--hidden_size", "32"]
@@ -44,7 +61,8 @@ JOB_ARGUMENTS = ["--rollout_batch_size", "32", "--train_batch_size", "16", "--hi
 def available_kinds() -> list[str]:
     """Return the kinds of runs that this machine can do."""
     others = {"megatron": find_spec("megatron") is not None, "nodes": can_simulate()}
-    return ["ppo", "lag", "async", "sft", "job", *(kind for kind, is_possible in others.items() if is_possible)]
+    always = ("ppo", "lag", "lag 4", "async", "dynamic", "tail", "replay", "sft", "job")
+    return [*always, *(kind for kind, is_possible in others.items() if is_possible)]
 
 
 def make_model(folder: Path) -> Path:
@@ -104,6 +122,12 @@ def _sft_settings(folder: Path, model: Path, run: Path) -> list[str]:
         "trainer.default_local_dir": run,
     }
     return [f"{key}={value}" for key, value in values.items()]
+
+
+def prompt_count(run: Path) -> PromptCount | None:
+    """Return what became of the prompts of a run, None if it has no step ledger."""
+    path = run / LEDGER_FILE
+    return audit(read_ledger(str(path))).prompt_count() if path.exists() else None
 
 
 def digest(kind: str, run: Path) -> str:

@@ -5,6 +5,7 @@
 
 import pytest
 
+from hybridrl.trainer.checkpoint.ledger_audit import PromptCount
 from tests.support.blind.clarity import find_unclear
 from tests.support.blind.drill import Drills, judge
 from tests.support.blind.plan import HARMS, KINDS, OF_KIND, PRIVILEGED, PROCESSES, SURROUNDINGS, Drill, draw_drill
@@ -105,6 +106,18 @@ def test_what_is_not_clean_is_called_so(first, again, end, verdict):
     assert found.startswith(verdict) and (found in ("equal", "resumed equal")) == (
         verdict in ("equal", "resumed equal")
     )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "verdict"),
+    [
+        (PromptCount(drawn=8, trained=7, left_out={"filtered": 1}), "equal"),
+        (PromptCount(drawn=8, trained=7, lost=1), "PROMPTS 8 drawn, 7 trained once, 1 lost"),
+        (PromptCount(drawn=8, trained=8, repeated=1), "PROMPTS 8 drawn, 8 trained once, 0 lost, 1 repeated"),
+    ],
+)
+def test_a_run_that_lost_or_repeated_a_prompt_is_not_clean(prompts, verdict):
+    assert judge(ENDED, None, end=CALM, calm_end=CALM, prompts=prompts).startswith(verdict)
 
 
 LOST = "error: worker actor-0 was lost in step 3; resume with the same command"

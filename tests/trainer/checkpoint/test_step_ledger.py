@@ -8,8 +8,9 @@ import pytest
 
 from hybridrl.errors import CheckpointError
 from hybridrl.framework import OnlineRLContext, Task, stage
-from hybridrl.trainer.checkpoint.ledger_audit import audit, main
+from hybridrl.trainer.checkpoint.ledger_audit import PromptCount, audit, main
 from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, read_ledger
+from hybridrl.trainer.data.prompt_loader import EpochSampler
 
 NUM_UPDATES = {"actor": [4, 4]}
 
@@ -181,6 +182,69 @@ def test_a_step_that_is_retried_in_the_same_process_counts_once(tmp_path):
     assert audit_of(tmp_path).problems() == [] and audit_of(tmp_path).num_repeated == 1
 
 
+ORDER = {"seed": 3, "shuffle": True}  # of 6 rows: 2, 5, 4, 1, 3, 0 in epoch 0 and 1, 2, 0, 4, 5, 3 in epoch 1
+
+
+def counted(folder, steps, *, outcomes=None, order=ORDER):
+    """Return the audit of a run over 6 rows whose steps trained on these prompts: (epoch, rows)."""
+    ledger = StepLedger(str(folder), rows=6, order=order)
+    ledger.start()
+    for number, (epoch, rows) in enumerate(steps, 1):
+        ledger.end_step(number, epoch=epoch, prompts=rows, outcomes=(outcomes or {}).get(number))
+    return audit_of(folder)
+
+
+def test_the_order_of_the_counted_runs_is_that_of_the_loader():
+    sampler = EpochSampler(6, **ORDER)
+    assert [sampler.order(epoch).tolist() for epoch in (0, 1)] == [[2, 5, 4, 1, 3, 0], [1, 2, 0, 4, 5, 3]]
+
+
+def test_every_drawn_prompt_is_counted_once_in_each_epoch(tmp_path):
+    result = counted(tmp_path, [(0, [2, 5]), (0, [4, 1]), (0, [3, 0]), (1, [1, 2])])
+    assert str(result.prompt_count()) == "8 drawn, 8 trained once, 0 lost, 0 repeated, 0 left out"
+    assert result.problems() == []
+
+
+def test_a_prompt_that_was_drawn_and_stands_in_no_line_is_lost_also_in_the_epoch_that_runs(tmp_path):
+    result = counted(tmp_path, [(0, [2, 5]), (0, [1, 3])])  # row 4 was drawn between them
+    assert result.prompt_count() == PromptCount(drawn=5, trained=4, lost=1)
+    assert result.problems() == ["epoch 0: prompts [4] were not used (1 in all)"]
+    unordered = counted(tmp_path / "own sampler", [(0, [2, 5]), (0, [1, 3])], order=None)
+    assert unordered.prompt_count() == PromptCount(drawn=4, trained=4)
+
+
+def test_prompts_that_were_used_twice_or_are_no_rows_are_named(tmp_path):
+    result = counted(tmp_path, [(0, [2, 5]), (0, [4, 2]), (0, [7])])
+    assert result.prompt_count().repeated == 1
+    assert "epoch 0: prompts [2] were used more than once (1 in all)" in result.problems()
+    assert "epoch 0: prompts [7] are no rows of the data" in result.problems()
+
+
+def test_prompts_left_out_are_counted_by_their_reason_and_waiting_ones_apart(tmp_path):
+    outcomes = {
+        1: {"0": {"trained": [2], "filtered": [5], "kept": [4]}},
+        2: {"0": {"trained": [4], "filtered": [1], "surplus": [3], "kept": [0]}},
+    }
+    count = counted(tmp_path, [(0, [2]), (0, [4])], outcomes=outcomes).prompt_count()
+    assert count == PromptCount(drawn=6, trained=2, waiting=1, left_out={"filtered": 2, "surplus": 1})
+    assert str(count) == ("6 drawn, 2 trained once, 0 lost, 0 repeated, 3 left out (2 filtered, 1 surplus), 1 waiting")
+
+
+def test_counts_of_runs_add_up():
+    one = PromptCount(drawn=5, trained=3, lost=1, left_out={"filtered": 1})
+    other = PromptCount(drawn=4, trained=1, repeated=2, waiting=1, left_out={"filtered": 1, "surplus": 1})
+    left_out = {"filtered": 2, "surplus": 1}
+    assert one + other == PromptCount(drawn=9, trained=4, lost=1, repeated=2, waiting=1, left_out=left_out)
+
+
+def test_rows_before_the_first_one_of_a_ledger_that_begins_later_are_not_lost(tmp_path):
+    ledger = StepLedger(str(tmp_path), rows=6, order=ORDER)
+    ledger.resume_from(None, path="global_step_1", step=1, num_updates={})
+    ledger.end_step(2, epoch=0, prompts=[4, 1])
+    ledger.end_step(3, epoch=0, prompts=[0])  # 3 was drawn before it
+    assert audit_of(tmp_path).prompt_count() == PromptCount(drawn=4, trained=3, lost=1)
+
+
 def test_the_command_prints_the_audit(tmp_path, capsys):
     assert (
         main([str(tmp_path)]) == 2
@@ -189,7 +253,9 @@ def test_the_command_prints_the_audit(tmp_path, capsys):
     ledger = two_steps(tmp_path)
     assert (
         main([str(tmp_path)]) == 0
-        and "prompts per epoch, of 4: 4\nevery stage and every prompt exactly once\n" in capsys.readouterr().out
+        and "prompts per epoch, of 4: 4\nprompts: 4 drawn, 4 trained once, 0 lost, 0 repeated, 0 left out\n"
+        "every stage and every prompt exactly once\n"
+        in capsys.readouterr().out
     )
     run_step(ledger, 4, 6, prompts=[0], epoch=1)
     assert main([str(tmp_path)]) == 1 and capsys.readouterr().out.endswith("step 3 is missing\n")
