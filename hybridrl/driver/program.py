@@ -25,7 +25,7 @@ def run_program(
 ) -> int:
     """Run `work` and return the exit code.
 
-    A training run that receives SIGTERM commits first, and acknowledges Ctrl-C (`driver/termination.py`). An error is
+    A training run that receives SIGTERM or Ctrl-C commits first (`driver/termination.py`). An error is
     one readable line that names the fix. The full traceback, a remote worker's included, goes to `error.log` in the
     run's directory. Without one, only errors that are not hybridrl's own show their traceback.
 
@@ -40,7 +40,7 @@ def run_program(
     run, trains = context or RunContext(), context is not None
     termination = run.termination
     try:
-        with termination.handle_sigterm(), acknowledged_interrupts(enabled=trains):
+        with termination.handle_sigterm(), acknowledged_interrupts(termination, enabled=trains):
             return work() or 0
     except (ConfigError, DataError, PlacementError) as error:
         sys.stderr.write(f"{error}\n")
@@ -51,10 +51,11 @@ def run_program(
         sys.stderr.write(f"{how}{about}\n")
         return EXIT_CODE if isinstance(error, Terminated) else 130
     except Exception as error:
-        if termination.received:  # the workers may have received SIGTERM too, and their loss is then no failure
+        if termination.received:  # the workers may have received the signal too, and their loss is then no failure
             about = f"; {_progress(run.directory, newest_checkpoint)}" if trains else ""
-            sys.stderr.write(f"terminated{about} ({format_error(error)})\n")
-            return EXIT_CODE
+            how = "terminated" if termination.exit_code == EXIT_CODE else "interrupted"
+            sys.stderr.write(f"{how}{about} ({format_error(error)})\n")
+            return termination.exit_code
         more = _traceback_or_its_place(error, run.directory, newest_checkpoint)
         sys.stderr.write(f"{format_error(error)}\n" + (f"{more}\n" if more else ""))
         return 1

@@ -1,4 +1,4 @@
-"""SIGTERM handling: commit at the end of the step, then exit.
+"""SIGTERM and Ctrl-C: commit at the end of the step, then exit.
 
 SIGTERM comes from a preemption, a scheduler's time limit or `kill`.
 
@@ -13,7 +13,8 @@ Inside `defer_sigterm`, a second SIGTERM or the end of the grace period raises T
 stay valid; a half-written one is never visible. If the process still runs `EXIT_TIMEOUT_S` later, it is ended in any
 case.
 
-Ctrl-C is acknowledged by `acknowledged_interrupts`: the run stops its workers, without a commit.
+Inside `acknowledged_interrupts`, Ctrl-C does the same: the first one sets `received` where SIGTERM is deferred. The
+next one, and every one elsewhere, raises KeyboardInterrupt, and the run stops its workers without a commit.
 
 A run's signal is part of its `RunContext`; the trainer and `driver/program.py` use it in the driver. Only the main
 thread of a process can handle signals: in other threads these blocks change nothing.
@@ -30,7 +31,7 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 EXIT_CODE = 128 + signal.SIGTERM  # 143, as a shell reports it
 INTERRUPT_EXIT_CODE = 128 + signal.SIGINT  # 130
-ACKNOWLEDGEMENTS = (  # of the first Ctrl-C, the second, and the third
+ACKNOWLEDGEMENTS = (  # of the Ctrl-C that raises KeyboardInterrupt, and of the two after it
     b"\ninterrupted: stopping the workers, which takes some seconds\n",
     b"\nstill stopping; Ctrl-C once more ends this process at once, and may leave processes of the run behind\n",
     b"\nended before all workers had stopped\n",
@@ -49,10 +50,15 @@ class Terminated(SystemExit):
 
 
 class TerminationSignal:
-    """SIGTERM state of one run. `received`: SIGTERM has arrived in the outermost block."""
+    """SIGTERM state of one run.
+
+    Attributes:
+        received: SIGTERM, or a deferred Ctrl-C, has arrived in the outermost block.
+        number: The signal that arrived first.
+    """
 
     def __init__(self) -> None:
-        self.received = False
+        self.received, self.number = False, signal.SIGTERM
         self._grace_s: float | None = None  # set inside `defer_sigterm`
         self._finished = threading.Event()
         self._depth = 0
@@ -68,7 +74,7 @@ class TerminationSignal:
             return
         before = signal.getsignal(signal.SIGTERM)
         if self._depth == 0:
-            self.received, self._finished = False, threading.Event()
+            self.received, self.number, self._finished = False, signal.SIGTERM, threading.Event()
         self._depth += 1
         signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
@@ -89,31 +95,51 @@ class TerminationSignal:
             finally:
                 self._grace_s = None
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a program that ends because of this signal."""
+        return 128 + self.number
+
     def raise_if_received(self) -> None:
-        """Raise Terminated if SIGTERM has arrived."""
+        """Raise Terminated if SIGTERM has arrived, KeyboardInterrupt if it was Ctrl-C."""
         if self.received:
-            raise Terminated
+            raise KeyboardInterrupt if self.number == signal.SIGINT else Terminated
+
+    def defer_interrupt(self) -> bool:
+        """Take a Ctrl-C as a first SIGTERM, inside `defer_sigterm`; return whether it was taken."""
+        takes = self._grace_s is not None and not self.received
+        if takes:
+            self._receive(signal.SIGINT)
+        return takes
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        first, self.received = not self.received, True
-        if first:  # logs in a thread: a handler must not write to a log that it may have interrupted
-            threading.Thread(
-                target=self._enforce_exit, args=(self._grace_s, self._finished), name="termination", daemon=True
-            ).start()
+        first = not self.received
+        if first:
+            self._receive(signal.SIGTERM)
         if not first or self._grace_s is None:
             raise Terminated
 
+    def _receive(self, number: signal.Signals) -> None:
+        self.received, self.number = True, number
+        threading.Thread(  # it logs: a handler must not write to a log that it may have interrupted
+            target=self._enforce_exit, args=(self._grace_s, self._finished), name="termination", daemon=True
+        ).start()
+
     def _enforce_exit(self, grace_s: float | None, finished: threading.Event) -> None:
         if grace_s is not None:
+            name, hint = ("Ctrl-C", "; Ctrl-C again stops it now") if self.number == signal.SIGINT else ("SIGTERM", "")
             logger.warning(
-                "SIGTERM: the run finishes and commits this step, then exits, within trainer.grace_s=%g s", grace_s
+                "%s: the run finishes and commits this step, then exits, within trainer.grace_s=%g s%s",
+                name,
+                grace_s,
+                hint,
             )
             if finished.wait(grace_s):
                 return
             logger.warning("trainer.grace_s=%g s are over: the run exits now, without a commit of this step", grace_s)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            signal.pthread_kill(threading.main_thread().ident or 0, self.number)
         if not finished.wait(EXIT_TIMEOUT_S):
-            os._exit(EXIT_CODE)
+            os._exit(self.exit_code)
 
 
 def is_terminating() -> bool:
@@ -123,14 +149,14 @@ def is_terminating() -> bool:
 
 
 @contextlib.contextmanager
-def acknowledged_interrupts(*, enabled: bool = True) -> Iterator[None]:
+def acknowledged_interrupts(termination: TerminationSignal | None = None, *, enabled: bool = True) -> Iterator[None]:
     """Acknowledge Ctrl-C in the block with a line at once.
 
     After a Ctrl-C that goes on to the end of this process.
 
-    The first one raises KeyboardInterrupt. The next one changes nothing, because the workers are being stopped then,
-    which takes seconds on Ray. The third one ends the process. Where Python's own handler is not installed, or not
-    `enabled`, the block changes nothing.
+    A first one that `termination` can defer ends the run after the step. The next one raises KeyboardInterrupt. The one
+    after it changes nothing, because the workers are being stopped then, which takes seconds on Ray. One more ends the
+    process. Where Python's own handler is not installed, or not `enabled`, the block changes nothing.
     """
     own = threading.current_thread() is threading.main_thread()
     if not (enabled and own and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
@@ -140,6 +166,8 @@ def acknowledged_interrupts(*, enabled: bool = True) -> Iterator[None]:
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal num_received
+        if num_received == 0 and termination is not None and termination.defer_interrupt():
+            return
         num_received += 1
         # Not through `logging`, which the handler may have interrupted.
         with contextlib.suppress(OSError):

@@ -10,7 +10,9 @@ and what belongs to snapshot and checkpoint besides the weights (`stateful`). Ru
 
 import functools
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -50,6 +52,7 @@ from hybridrl.trainer.run.state import StatefulObjects, load_states, save_states
 from hybridrl.trainer.utilization import ModelUse, Utilization
 
 logger = logging.getLogger(__name__)
+FIRST_COMMIT_S = 300.0  # without any checkpoint; many steps of a large model may be hours
 
 
 class Trainer:
@@ -97,7 +100,7 @@ class Trainer:
         self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * train_loader.steps_per_epoch
         self.store = CheckpointStore(run_directory(trainer), keep=trainer.max_ckpt_to_keep)
         self.saver = CheckpointSaver(self.store, trainer, min_checkpoint_bytes=min_checkpoint_bytes(model))
-        self.ledger = StepLedger(self.store.root, rows=num_rows)
+        self.ledger = StepLedger(self.store.root, rows=num_rows, order=train_loader.order)
         self.step_retry = RetryPolicy()
         elastic = trainer.min_ranks > 0
         self.rank_policy: RankPolicy = (
@@ -106,6 +109,7 @@ class Trainer:
         self.middleware: list[Middleware] = []
         self.groups: dict[str, Any] = {}
         self.global_steps = 0
+        self._training_since = math.inf
         self.utilization = Utilization({}, {})
 
     # ---- what a trainer is
@@ -209,6 +213,7 @@ class Trainer:
 
         Raises:
             Terminated: SIGTERM arrived. In the middle of a step, the step is committed first (`driver/termination.py`).
+            KeyboardInterrupt: Ctrl-C, in the same way.
         """
         with self.context.termination.handle_sigterm():
             self._resume()
@@ -251,6 +256,7 @@ class Trainer:
                 self, self.resume_state, snapshot_freq=self.snapshot_freq, directory=self.store.root
             )
         self.begin()
+        self._training_since = time.monotonic()
         self.utilization = Utilization.measure(self.model_uses(), self.groups)
         start, end = self.global_steps, self.total_training_steps
         with open_tracking(self.config, start_step=start, total_steps=end) as self.tracking:
@@ -309,7 +315,10 @@ class Trainer:
         return mean_metrics(updates)
 
     def save_checkpoint(self, ctx: OnlineRLContext) -> None:
-        """Commit a checkpoint every `trainer.save_freq` steps, after the last one, and before an exit by SIGTERM."""
+        """Commit a checkpoint every `trainer.save_freq` steps, after the last one, and before an exit by a signal.
+
+        With `save_freq` the first one comes after `FIRST_COMMIT_S`, if that is earlier.
+        """
         epoch, rows = ctx.metrics.get("training/epoch"), ctx.get("prompt_rows", ())
         self.ledger.end_step(self.global_steps, epoch=epoch, prompts=rows, outcomes=ctx.get("group_outcomes"))
         terminating = self.context.termination.received
@@ -330,7 +339,10 @@ class Trainer:
         return freq > 0 and (self.global_steps % freq == 0 or self.global_steps == self.total_training_steps)
 
     def commit_is_due(self) -> bool:
-        return self.is_due(self.config.trainer.save_freq)
+        """Return whether a checkpoint is due by `trainer.save_freq`, or a first one by the time without any."""
+        save_freq = self.config.trainer.save_freq
+        waited_s = time.monotonic() - self._training_since
+        return self.is_due(save_freq) or (save_freq > 0 and self.saver.committed is None and waited_s > FIRST_COMMIT_S)
 
     def commit(self, *, required: bool = False) -> None:
         """Commit a checkpoint of the present state.

@@ -1,4 +1,4 @@
-"""SIGTERM: deferred to the end of a step, raised at once elsewhere, deferred no longer than the grace period."""
+"""SIGTERM and Ctrl-C: deferred to the end of a step, raised at once elsewhere, and after the grace period."""
 
 import logging
 import os
@@ -55,6 +55,52 @@ def test_the_end_of_the_grace_period_interrupts_the_step(caplog):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     assert 0.3 <= time.monotonic() - start < 60 and "are over: the run exits now" in caplog.text
+
+
+@pytest.fixture
+def default_ctrl_c():
+    """Python's own handler of Ctrl-C: a test run in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("default_ctrl_c")
+def test_in_training_a_first_ctrl_c_is_deferred_and_ends_the_run_after_the_step(caplog):
+    caplog.set_level(logging.WARNING)
+    run = TerminationSignal()
+    with acknowledged_interrupts(run), run.defer_sigterm(grace_s=60):
+        press_ctrl_c()
+        assert run.received and run.exit_code == 130
+        with pytest.raises(KeyboardInterrupt):
+            run.raise_if_received()
+        until = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < until:  # a thread logs
+            time.sleep(0.01)
+    assert "Ctrl-C: the run finishes and commits this step" in caplog.text and "Ctrl-C again" in caplog.text
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("default_ctrl_c")
+@pytest.mark.parametrize("second", ["key", "grace"])
+def test_a_second_ctrl_c_or_the_end_of_the_grace_period_interrupts_the_step(second, capfd):
+    run = TerminationSignal()
+    with acknowledged_interrupts(run):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            run.handle_sigterm(),
+            run.defer_sigterm(grace_s=60 if second == "key" else 0.2),
+        ):
+            press_ctrl_c()
+            if second == "key":
+                press_ctrl_c()
+            time.sleep(60)
+        assert not run.defer_interrupt()  # outside of training
+    assert "interrupted: stopping the workers" in capfd.readouterr().err
 
 
 def test_a_process_stuck_in_c_code_is_ended_all_the_same():

@@ -1,4 +1,4 @@
-"""SIGTERM in the middle of a step: the run commits and exits with 143.
+"""SIGTERM or Ctrl-C in the middle of a step: the run commits and exits with 143 or 130.
 
 A resumed run has the result of an undisturbed one.
 """
@@ -16,8 +16,8 @@ from hybridrl.trainer.checkpoint.step_ledger import FILE, read_ledger
 from tests.end_to_end.test_main_sft import exported, run
 from tests.support.end_to_end.runs import largest_difference, metrics, settings, weights
 
-TERMINATED = 143
-# Terminates its own process in step 2, once.
+TERMINATED, INTERRUPTED = 143, 130
+# Sends a signal to its own process in step 2, once.
 CODE = """
 import os, pathlib, signal
 
@@ -28,7 +28,7 @@ def terminate(trainer):
     done = pathlib.Path(__file__).with_name("terminated")
     if trainer.global_steps == 2 and not done.exists():
         done.touch()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{name})
 """
 CHANGES = {
     "actor_rollout_ref__actor__shuffle": True,
@@ -39,25 +39,41 @@ CHANGES = {
 PARTIAL = {"trainer__partial_rollout": True, "actor_rollout_ref__rollout__mode": "async"}
 
 
-def terminating(folder) -> dict:
+@pytest.fixture(autouse=True)
+def python_handles_ctrl_c():
+    """A test run in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def terminating(folder, number: signal.Signals) -> dict:
     folder.mkdir(exist_ok=True)
-    (folder / "terminate.py").write_text(CODE)
+    (folder / "terminate.py").write_text(CODE.replace("{name}", number.name))
     return {"trainer__middleware": f"[{folder}/terminate.py:use]"}
 
 
-@pytest.mark.parametrize("more", [{}, {"trainer__lag": 2} | PARTIAL], ids=["in step", "two batches ahead"])
-def test_a_terminated_run_resumes_bit_for_bit(tmp_path, tiny_qwen2, capsys, more):
+@pytest.mark.parametrize(
+    ("number", "more"),
+    [(signal.SIGTERM, {}), (signal.SIGTERM, {"trainer__lag": 2} | PARTIAL), (signal.SIGINT, {})],
+    ids=["in step", "two batches ahead", "Ctrl-C"],
+)
+def test_a_terminated_run_resumes_bit_for_bit(tmp_path, tiny_qwen2, capsys, number, more):
     (tmp_path / "whole").mkdir()
     assert main_ppo.main(settings(tmp_path / "whole", tiny_qwen2, **CHANGES | more)) == 0
     parts = settings(
-        tmp_path / "parts", tiny_qwen2, **terminating(tmp_path / "parts"), **CHANGES | more, trainer__save_freq=3
+        tmp_path / "parts",
+        tiny_qwen2,
+        **terminating(tmp_path / "parts", number),
+        **CHANGES | more,
+        trainer__save_freq=3,
     )
-    before = signal.getsignal(signal.SIGTERM)
-    assert main_ppo.main(parts) == TERMINATED
+    before, how = signal.getsignal(number), "interrupted" if number == signal.SIGINT else "terminated"
+    assert main_ppo.main(parts) == (INTERRUPTED if number == signal.SIGINT else TERMINATED)
     newest = tmp_path / "parts/run/global_step_2"
     errors = capsys.readouterr().err
-    assert errors.splitlines()[-1].startswith(f"terminated; {newest} is committed; the next run resumes from it")
-    assert signal.getsignal(signal.SIGTERM) is before and [row["step"] for row in metrics(tmp_path / "parts/run")] == [
+    assert errors.splitlines()[-1].startswith(f"{how}; {newest} is committed; the next run resumes from it")
+    assert signal.getsignal(number) is before and [row["step"] for row in metrics(tmp_path / "parts/run")] == [
         1,
         2,
     ]
@@ -72,6 +88,16 @@ def test_a_terminated_run_resumes_bit_for_bit(tmp_path, tiny_qwen2, capsys, more
     ledger = audit(read_ledger(str(tmp_path / "parts/run" / FILE)))
     assert ledger.problems() == [] and sorted(ledger.steps) == [1, 2, 3, 4] and ledger.num_repeated == 0
     assert sorted(ledger.prompts()[0]) == list(range(10))  # 4, 4 and 2 of 10 prompts, then the next epoch
+
+
+def test_a_first_checkpoint_is_committed_when_the_time_without_one_is_over(tmp_path, tiny_qwen2, monkeypatch):
+    monkeypatch.setattr("hybridrl.trainer.loop.FIRST_COMMIT_S", 0.0)
+    for name, save_freq, steps in (("often", 3, [1, 3, 4]), ("never", -1, [])):
+        (tmp_path / name).mkdir()
+        arguments = settings(tmp_path / name, tiny_qwen2, **CHANGES, trainer__save_freq=save_freq)
+        assert main_ppo.main(arguments) == 0
+        found = (tmp_path / name / "run").glob("global_step_*")
+        assert sorted(int(path.name.rpartition("_")[2]) for path in found) == steps
 
 
 def test_before_training_a_run_terminates_at_once(tmp_path, tiny_qwen2, capsys):

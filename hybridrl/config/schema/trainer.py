@@ -115,8 +115,8 @@ class TrainerConfig:
     )
     grace_s: float = setting(
         120.0,
-        "After SIGTERM: seconds to finish the step, commit a checkpoint and exit; if they are too few, exit without "
-        "it.",
+        "After SIGTERM or Ctrl-C: seconds to finish the step, commit a checkpoint and exit; if they are too few, exit "
+        "without it.",
         gt=0,
     )
     snapshot_freq: int = setting(
