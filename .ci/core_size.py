@@ -58,7 +58,6 @@ OPTIONAL_ROOMS = (
     "hybridrl.master.service",
     "hybridrl.master.state",
     "hybridrl.serving",
-    "hybridrl.simulation",
     "hybridrl.single_controller.awaiting",
     "hybridrl.single_controller.launch",
     "hybridrl.single_controller.monitoring.heartbeat_client",

@@ -19,10 +19,12 @@ import logging
 import os
 import random
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -32,7 +34,6 @@ import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.serving.router import ReplicaRouter
-from hybridrl.simulation import DEVICES, MODELS, Costs, Simulation, simulate
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.processes.worker_host import WorkerHost
 from hybridrl.single_controller.processes.worker_processes import WorkerProcesses
@@ -42,6 +43,10 @@ from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.trainer.checkpoint.step_ledger import StepLedger
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.simulation import DEVICES, MODELS, Costs, Simulation, simulate
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, a busy machine starves the processes
 RANKS = (1, 8, 64, 512, 1024)

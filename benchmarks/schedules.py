@@ -5,20 +5,24 @@
     scale       our schedules from 8 to 4096 devices
     hybrid      an estimate of trainer.hybrid_rollout at lag 1, from 8 to 1024 devices
 
-Nothing is started: `hybridrl.simulation` runs the trainer on a virtual clock. docs/simulation.md explains what is real,
-and reads the tables.
+Nothing is started: `benchmarks.simulation` runs the trainer on a virtual clock. docs/simulation.md explains what is
+real, and reads the tables.
 """
 
 import argparse
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hybridrl.simulation import DEVICES, MODELS, Costs, Lengths, Simulation, SimulationResult, simulate
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.simulation import DEVICES, MODELS, Costs, Lengths, Simulation, SimulationResult, simulate
 
 NO_REFERENCE = {"actor_rollout_ref.actor.use_kl_loss": False}
 BYPASS = {"actor_rollout_ref.rollout.calculate_log_probs": True, "algorithm.rollout_correction.bypass_mode": True}

@@ -158,6 +158,13 @@ def test_an_export_of_a_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_pa
     assert not (tmp_path / "model").exists()
 
 
+def test_a_command_that_moved_says_where_it_is(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["simulate", "--gpus", "8"])
+    assert error.value.code == 2
+    assert "simulate is now python -m benchmarks.simulation" in capsys.readouterr().err
+
+
 def test_help_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; from hybridrl.cli import main; main(['export', '--help'])"
     out = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True).stdout

@@ -7,7 +7,17 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
 # Folders that mirror no room: whole programs, faults, devices, pages and examples, behaviour of others, test tools.
-OF_NO_ROOM = {"chaos", "conformance", "data_preprocess", "end_to_end", "examples", "gpu", "reward_score", "support"}
+OF_NO_ROOM = {
+    "benchmarks",
+    "chaos",
+    "conformance",
+    "data_preprocess",
+    "end_to_end",
+    "examples",
+    "gpu",
+    "reward_score",
+    "support",
+}
 
 # Tests of the whole tree, beside this file.
 OF_THE_TREE = {

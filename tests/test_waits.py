@@ -70,12 +70,6 @@ EXCEPTIONS = {
         "deadline",
     },
     "trainer/recovery/snapshots.py": {"one.result()": DONE, "one.exception()": DONE},
-    "simulation/generator.py": {
-        "part.get()": CALL,
-        "self._parts.get()": CALL,
-        "self.parts[-1][0].get()": CALL,
-        "self.parts[0][0].get()": CALL,
-    },
     "system/child_guard.py": {"guard.wait()": SERVICE},
     "system/child_program.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},

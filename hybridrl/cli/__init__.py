@@ -21,7 +21,6 @@
     hybridrl doctor [RUN]                     what is wrong with this machine or with a run, and what to change
     hybridrl eval TASK MODEL_OR_URL           how often a model answers right, with confidence intervals and samples
     hybridrl plan key=value ...               the memory that a job needs of its devices, and settings that fit
-    hybridrl simulate --gpus N key=value ...  what a schedule would take on N devices, on a virtual clock
     hybridrl import-verl SCRIPT               a launch script or a command line of verl as ours, every change explained
 
 JOB is a run, a job's name, or a run's directory. `arguments.py` has the commands and their arguments. What runs them is

@@ -17,6 +17,5 @@ from .project.create import create_project as create_project
 from .runs import examine as examine
 from .runs import view_runs as view_runs
 from .runs import write_trace as write_trace
-from .simulate import simulate as simulate
 from .train import train as train
 from .verl.command import import_verl as import_verl

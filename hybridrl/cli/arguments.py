@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridrl import __version__, main_job
 
 GRAPH_FORMATS = ("text", "dot", "svg")
-DEVICES = ("h100", "h800", "h200", "h20", "a100")  # of `simulation.DEVICES`
+DEVICE_GIB = {"h100": 79, "h800": 79, "h200": 139, "h20": 95, "a100": 79}
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -30,7 +30,6 @@ def command_parser() -> argparse.ArgumentParser:
     _add_init(commands)
     _add_data(commands.add_parser("data", help="list known tasks, or inspect a file").add_subparsers(required=True))
     _add_plan(commands)
-    _add_simulate(commands)
     _add_import_verl(commands)
     return parser
 
@@ -281,41 +280,10 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     usage = "hybridrl plan [-h] [--device NAME | --memory GIB] [--apply] key=value ..."
     plan = commands.add_parser("plan", help=what, description=what, usage=usage)
     plan.epilog = "key=value: as for python -m hybridrl.main_ppo; needs the model's config.json, no weights and no data"
-    plan.add_argument("--device", choices=DEVICES, default="h100", help="default: %(default)s")
+    plan.add_argument("--device", choices=DEVICE_GIB, default="h100", help="default: %(default)s")
     plan.add_argument("--memory", type=float, metavar="GIB", help="of one device, instead of the device's own")
     plan.add_argument("--apply", action="store_true", help="print the settings that fit, and nothing else")
     plan.set_defaults(run_command="plan")
-
-
-def _add_simulate(commands: argparse._SubParsersAction) -> None:
-    what = "run the trainer's schedule on a virtual clock, with stand-ins for the workers; starts nothing"
-    usage = "hybridrl simulate [-h] --gpus N [--rollout-gpus N] [...] [key=value ...]"
-    run = commands.add_parser("simulate", help=what, description=what, usage=usage)
-    run.epilog = "key=value: settings of python -m hybridrl.main_ppo, such as trainer.lag=1; see docs/simulation.md"
-    numbers = {
-        "gpus": (None, "devices that train, and generate if there are no others"),
-        "rollout-gpus": (0, "devices that only generate"),
-        "prompts": (512, "prompts of a step"),
-        "n": (16, "responses per prompt"),
-        "mini-batch": (0, "prompts of an optimizer step; 0: all of the step"),
-        "steps": (8, "steps, of which the first three do not count"),
-        "median": (490.0, "median length of a response in tokens"),
-        "sigma": (0.9, "standard deviation of its logarithm"),
-        "cap": (16384, "longest response"),
-    }
-    for name, (default, text) in numbers.items():
-        kind = float if isinstance(default, float) else int
-        shown = "" if default is None else " (default: %(default)g)"
-        run.add_argument(f"--{name}", type=kind, default=default, required=default is None, help=text + shown)
-    run.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: %(default)s)")
-    run.add_argument("--model", default="qwen2.5-7b", help="qwen2.5-1.5b, -7b, -14b or -32b (default: %(default)s)")
-    run.add_argument(
-        "--decode-table",
-        type=Path,
-        metavar="FILE",
-        help="JSON pairs of sequences and measured seconds of one decoding step, instead of the roofline",
-    )
-    run.set_defaults(run_command="simulate")
 
 
 def _add_import_verl(commands: argparse._SubParsersAction) -> None:

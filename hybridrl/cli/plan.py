@@ -1,7 +1,6 @@
 """`hybridrl plan`: what a PPO job needs of its devices' memory, and settings that fit. Starts nothing."""
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -10,13 +9,11 @@ from functools import cache
 from typing import Any
 
 from hybridrl import main_ppo
+from hybridrl.cli.arguments import DEVICE_GIB
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
 from hybridrl.planning.choices import Candidate, Devices, candidates
 from hybridrl.planning.processes import Moment, PlannedProcess
-from hybridrl.simulation.costs import DEVICES, Costs, Model
-from hybridrl.simulation.lengths import Lengths
-from hybridrl.simulation.run import Simulation, simulate
 from hybridrl.workers.engine.memory_plan import MemoryParts
 from hybridrl.workers.engine.model_shape import ModelShape
 
@@ -47,8 +44,6 @@ def plan(arguments: argparse.Namespace) -> int:
         + f"\n\n{'nothing fits; take more devices' if best is None else 'settings of the first that fits:'}\n"
         + (overrides(best) if best else "")
     )
-    if device == "cuda" and not problem:
-        sys.stdout.write(expected_step(config, arguments.device))
     return 1 if problem else 0
 
 
@@ -85,45 +80,12 @@ def overrides(candidate: Candidate) -> str:
     return " \\\n".join(f"{name}={word(value)}" for name, value in candidate.changes.items()) + "\n"
 
 
-def expected_step(config: PPOConfig, device: str) -> str:
-    """Return a line with the expected seconds of a step's stages, by the simulation of the schedule."""
-    policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
-    shape = read_shape(str(policy.model.path))
-    run = Simulation(
-        costs=Costs(
-            DEVICES[device],
-            Model(shape.params, shape.layers, shape.hidden, shape.kv_width),
-            max_num_seqs=policy.rollout.max_num_seqs,
-            prompt_tokens=data.max_prompt_length,
-        ),
-        gpus=trainer.n_gpus_per_node * trainer.nnodes,
-        rollout_gpus=policy.rollout.n_gpus_per_node * policy.rollout.nnodes if policy.rollout.n_gpus_per_node else 0,
-        prompts=data.train_batch_size,
-        n=policy.rollout.n,
-        mini_batch=policy.actor.ppo_mini_batch_size,
-        steps=4,
-        warmup=1,
-        lengths=Lengths(median=max(1, data.max_response_length // 4), cap=data.max_response_length),
-        settings={"trainer.lag": trainer.lag, "algorithm.adv_estimator": config.algorithm.adv_estimator},
-    )
-    logging.getLogger("hybridrl").setLevel(logging.ERROR)
-    try:
-        result = simulate(run)
-    except ConfigError as error:
-        return f"\nseconds of a step are not predicted: {error}\n"
-    stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.stages_s.items() if seconds >= 0.05)
-    return (
-        f"\nexpected step: {result.step_s:.1f} s ({stages}), if half of the responses are shorter than "
-        f"{run.lengths.median:.0f} tokens; docs/simulation.md says what this leaves out\n"
-    )
-
-
 def _memory(arguments: argparse.Namespace, device: str) -> float:
     """Return the bytes of one device; without one, those of this machine."""
     if arguments.memory is not None:
         return arguments.memory * GIB
     if device == "cuda":
-        return DEVICES[arguments.device].memory
+        return DEVICE_GIB[arguments.device] * GIB
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -161,8 +161,7 @@ def test_the_settings_that_the_command_prints_fit(model, capsys):
     assert cli.main([*words(model), "--apply"]) == 0
     changes = capsys.readouterr().out.replace("\\\n", " ").split()
     assert cli.main([*words(model), *changes]) == 0
-    shown = capsys.readouterr().out
-    assert "the job fits as it is" in shown and "expected step: " in shown and "generate" in shown
+    assert "the job fits as it is" in capsys.readouterr().out
 
 
 def test_wrong_input_is_one_error(model, tmp_path, capsys):

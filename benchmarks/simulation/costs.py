@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Device:
@@ -25,13 +23,11 @@ class Device:
     Attributes:
         peak_flops: Dense bfloat16 operations per second.
         bandwidth: Bytes per second of its memory.
-        memory: Bytes of its memory.
         link: Bytes per second to other machines.
     """
 
     peak_flops: float
     bandwidth: float
-    memory: float
     link: float = 25e9
 
 
@@ -59,11 +55,11 @@ class Model:
 
 
 DEVICES = {
-    "h20": Device(148e12, 4.0e12, 95 * GIB),
-    "h100": Device(989e12, 3.35e12, 79 * GIB, link=50e9),
-    "h800": Device(989e12, 3.35e12, 79 * GIB),
-    "h200": Device(989e12, 4.8e12, 139 * GIB, link=50e9),
-    "a100": Device(312e12, 2.04e12, 79 * GIB),
+    "h20": Device(148e12, 4.0e12),
+    "h100": Device(989e12, 3.35e12, link=50e9),
+    "h800": Device(989e12, 3.35e12),
+    "h200": Device(989e12, 4.8e12, link=50e9),
+    "a100": Device(312e12, 2.04e12),
 }
 MODELS = {
     "qwen2.5-1.5b": Model(1.54e9, 28, 1536, 256),

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl import cli
+from benchmarks.simulation import DEVICES, MODELS, Costs, Device, Lengths, Model, Simulation, simulate
+from benchmarks.simulation.__main__ import main
 from hybridrl.errors import ConfigError
-from hybridrl.simulation import DEVICES, MODELS, Costs, Device, Lengths, Model, Simulation, simulate
 
 pytestmark = pytest.mark.timeout(300)
 # One operation per parameter and token: times are counts. No attention, no keys, no overheads.
 EXACT = Costs(
-    Device(peak_flops=2.0, bandwidth=1e30, memory=1e30, link=2.0),
+    Device(peak_flops=2.0, bandwidth=1e30, link=2.0),
     Model(params=1.0, layers=1, hidden=0, kv_width=0),
     decode_efficiency=1.0,
     step_overhead_s=0.0,
@@ -98,17 +98,23 @@ def test_what_has_no_stand_in_is_refused():
 def test_the_command_prints_a_step_and_refuses_what_it_does_not_know(capsys, tmp_path):
     table = tmp_path / "table.json"
     table.write_text("[[1, 0.5], [64, 1.0]]")
-    small = ["simulate", "--gpus", "2", "--prompts", "4", "--n", "2", "--steps", "2", "--median", "8", "--cap", "16"]
-    assert cli.main([*small, "--decode-table", str(table), *(f"{key}=false" for key in ALONE)]) == 0
+    small = ["--gpus", "2", "--prompts", "4", "--n", "2", "--steps", "2", "--median", "8", "--cap", "16"]
+    assert main([*small, "--decode-table", str(table), *(f"{key}=false" for key in ALONE)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("2 devices; 4 prompts of 2 responses")
     assert "step " in printed and "update_actor" in printed
 
     table.write_text("[]")
-    assert cli.main([*small, "--decode-table", str(table)]) != 0
+    assert main([*small, "--decode-table", str(table)]) != 0
     assert "has no pair; give at least [[1, 0.009]]" in capsys.readouterr().err
-    assert cli.main([*small, "--device", "h1000"]) != 0
-    assert "--device h1000: unknown; known are h20" in capsys.readouterr().err
+    assert main([*small, "--model", "/nowhere"]) != 0
+    assert "/nowhere: the model's config.json cannot be used" in capsys.readouterr().err
+
+
+def test_the_steps_of_a_model_by_its_config_are_predicted(capsys, tiny_qwen2):
+    small = ["--gpus", "2", "--prompts", "4", "--n", "2", "--steps", "2", "--median", "8", "--cap", "16"]
+    assert main([*small, "--model", str(tiny_qwen2), *(f"{key}=false" for key in ALONE)]) == 0
+    assert "step " in capsys.readouterr().out
 
 
 def test_tail_batching_waits_for_long_responses_in_a_few_rounds_only():

@@ -13,6 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.simulation.clock import VirtualClock
+from benchmarks.simulation.costs import Costs
+from benchmarks.simulation.generator import TimedGenerator
+from benchmarks.simulation.group import TimedWorkerGroup, timed_groups
+from benchmarks.simulation.lengths import Lengths
+from benchmarks.simulation.worker import SimulatedWork, TimedWorker
 from hybridrl import main_ppo
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import compose_settings
@@ -21,12 +27,6 @@ from hybridrl.framework.stage import spec_of, with_spec
 from hybridrl.framework.step_runner import run_once
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import RewardOutput, at_last_token, reward_positions
-from hybridrl.simulation.clock import VirtualClock
-from hybridrl.simulation.costs import Costs
-from hybridrl.simulation.generator import TimedGenerator
-from hybridrl.simulation.group import TimedWorkerGroup, timed_groups
-from hybridrl.simulation.lengths import Lengths
-from hybridrl.simulation.worker import SimulatedWork, TimedWorker
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.run.middleware import BatchContext
 

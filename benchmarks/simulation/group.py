@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hybridrl.simulation.clock import TimedRef, VirtualClock
-from hybridrl.simulation.worker import COLLECTIVE, SimulatedWork, TimedAnswer, TimedWorker
+from benchmarks.simulation.clock import TimedRef, VirtualClock
+from benchmarks.simulation.worker import COLLECTIVE, SimulatedWork, TimedAnswer, TimedWorker
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.node_slots import ResourcePool

@@ -1,9 +1,0 @@
-from .costs import DEVICES as DEVICES
-from .costs import MODELS as MODELS
-from .costs import Costs as Costs
-from .costs import Device as Device
-from .costs import Model as Model
-from .lengths import Lengths as Lengths
-from .run import Simulation as Simulation
-from .run import SimulationResult as SimulationResult
-from .run import simulate as simulate
