@@ -17,9 +17,9 @@ from typing import Any
 from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 from harbor_dockerfile import Image, read_image
+from sandbox_session import SandboxSession, system_directories
 
-from hybridrl.rewards.sandbox import Limits, Outcome, SandboxSession, Verdict
-from hybridrl.rewards.sandbox.session import system_directories
+from hybridrl.rewards.sandbox import Limits, Outcome, Verdict
 
 WRITABLE = (
     "/app",

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hybridrl.rewards.sandbox import Limits, LocalSandbox, Outcome, Program, SandboxSession, Verdict
+from examples.harbor.sandbox_session import SandboxSession
+from hybridrl.rewards.sandbox import Limits, LocalSandbox, Outcome, Program, Verdict
 from hybridrl.rewards.sandbox.job import refusal
 from hybridrl.rewards.sandbox.local import RUN_PYTHON, python_file
 

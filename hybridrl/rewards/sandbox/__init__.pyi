@@ -8,4 +8,3 @@ from .job import SandboxUnavailable as SandboxUnavailable
 from .job import Verdict as Verdict
 from .local import LocalSandbox as LocalSandbox
 from .runner import ProgramRunner as ProgramRunner
-from .session import SandboxSession as SandboxSession

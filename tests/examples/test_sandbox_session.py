@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridrl.rewards.sandbox import Limits, SandboxFailed, SandboxSession, Verdict
+from examples.harbor.sandbox_session import SandboxSession
+from hybridrl.rewards.sandbox import Limits, LocalSandbox, SandboxFailed, SandboxUnavailable, Verdict
 
 
 @pytest.fixture(scope="module")
-def session(sandbox) -> Iterator[SandboxSession]:
+def session() -> Iterator[SandboxSession]:
+    try:
+        LocalSandbox().check()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
     with SandboxSession(writable=("/app", "/logs"), limits=Limits(wall_s=20.0, disk_mb=16)) as opened:
         yield opened
 
@@ -55,7 +60,7 @@ def test_a_command_can_be_cancelled_and_what_bash_cannot_take_is_not_started(ses
     assert session.run("pwd", directory="/logs").stdout == "/logs\n"
 
 
-def test_a_session_that_has_ended_says_so(sandbox):
+def test_a_session_that_has_ended_says_so(session):
     session = SandboxSession()
     session.close()
     session.close()
