@@ -110,10 +110,9 @@ def pushes(config: PPOConfig, *, receivers: int, rounds: int) -> dict[str, tuple
                 pipeline = RolloutPipeline(policy, with_transport(config, transport))
                 pipeline.push_weights(2 * number)
                 start = time.perf_counter()
-                push = pipeline.start_push(2 * number + 1)
-                push.wait()
+                push = pipeline.push_weights(2 * number + 1)
                 took[transport].append(time.perf_counter() - start)
-                if push.sent is not None:
+                if push.sent:
                     num_bytes[transport] = policy.actor.fetch(push.sent)[0].num_bytes
     return {transport: (num_bytes[transport], took[transport]) for transport in TRANSPORTS}
 

@@ -67,7 +67,7 @@ class PPOTrainerActor:
 
     def broadcast(self, version: int) -> None:
         """Push the actor's weights to the rollout, and verify that it holds them."""
-        self.weights.send(version)().wait()
+        self.weights.push(version).wait()
 
     def commit(self, step: int) -> None:
         """Write a checkpoint that appears complete, and report it, so that the next trainer finds it."""

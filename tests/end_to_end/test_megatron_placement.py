@@ -63,7 +63,7 @@ def test_every_transport_has_version_and_fingerprint_of_fsdp(tmp_path, model_pat
             groups[-1].init_model(10)
         for version, transport in enumerate(TRANSPORTS, 1):
             sync = CrossProcessWeightSync(*groups, WeightSyncConfig(transport=transport), overlaps_training=False)
-            sync.send(version)().wait()
+            sync.push(version).wait()
             (health,) = groups[1].rollout_health()
             assert (health.version, health.fingerprint) == (version, by_fsdp.fingerprint), transport
     finally:

@@ -162,7 +162,7 @@ def test_a_replica_that_missed_adapters_generates_no_token(policy, transport):
         pipeline.generate(prompts())
     pipeline.push_weights(3)  # a full push, over a new channel
     assert [health.received for health in workers.rollout.rollout_health()] == [health.received for health in whole]
-    pushes = [pipeline.start_push(version) for version in (4, 5)]
+    pushes = [pipeline.push_weights(version, wait=False) for version in (4, 5)]
     for push in pushes:
         push.wait()
     sent, health = workers.actor.fetch(pushes[1].sent)[0], workers.rollout.rollout_health()

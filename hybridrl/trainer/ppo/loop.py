@@ -270,7 +270,7 @@ class PPOLoop(Trainer):
             self.remote_evaluator = RemoteEvaluator(functools.partial(validate_on_evaluator, self))
         snapshot = self.resume_state.pop_snapshot()
         if snapshot is None:
-            self.pipeline.start_push(self.global_steps).wait()
+            self.pipeline.push_weights(self.global_steps)
             return
         self.step_retry.resume(snapshot)
         if snapshot.step and self.commit_is_due() and snapshot.step not in self.store.steps():
@@ -308,7 +308,7 @@ class PPOLoop(Trainer):
     def reconnect(self) -> None:
         """Push the restored weights to the rollout, and start again what was lost with a process."""
         self.pipeline.reconnect()
-        self.pipeline.start_push(self.global_steps).wait()
+        self.pipeline.push_weights(self.global_steps)
         if self.remote_evaluator is not None:
             self.remote_evaluator.resubmit()
 

@@ -366,8 +366,8 @@ class RayPPOTrainer(PPOLoop):
                 ctx.metrics |= metrics_of_update(ctx.batch, updated)
 
     def update_weights(self, ctx: BatchContext) -> None:
-        """Push the new weights to the rollout, with the step number as version."""
-        self.pipeline.push_weights(self.global_steps)
+        """Push the new weights to the rollout, with the step number as version. With a lag, do not wait for it."""
+        self.pipeline.push_weights(self.global_steps, wait=self.pipeline.lag == 0)
 
     def validate(self, ctx: BatchContext) -> None:
         """Validate every `trainer.test_freq` steps and after the last one."""

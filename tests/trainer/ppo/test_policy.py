@@ -77,11 +77,11 @@ def versions(responses: DataProto) -> list[int]:
 def test_a_push_takes_effect_when_the_generator_lets_the_rollout_receive_it(group, config):
     generator = QueueingGenerator()
     pipeline = RolloutPipeline(PolicyWorkers({"actor_rollout": group}), config, generator)
-    first = pipeline.start_push(1)
+    first = pipeline.push_weights(1, wait=False)
     assert group.rollout_health()[0].version is None and [version for version, _ in generator.pushes] == [1]
     first.wait()
     assert versions(pipeline.generate(prompts())) == [1, 1, 1, 1]
-    pipeline.start_push(2)
+    pipeline.push_weights(2, wait=False)
     with pytest.raises(StaleWeightsError, match="version 1, and version 2 was pushed"):
         pipeline.generate(prompts())
     generator.deliver()

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from hybridrl.config.schema.workers import WeightSyncConfig
-from hybridrl.trainer.ppo.policy.weight_sync import PendingPush, verify_push
+from hybridrl.trainer.ppo.policy.generator import Pending
+from hybridrl.trainer.ppo.policy.weight_sync import PendingPush, Turn, at_once, verify_push
 from hybridrl.workers.weight_transfer.transports import transport_capabilities
 
 
@@ -37,8 +38,8 @@ class CrossProcessWeightSync:
         self.address: Any = None
         self.trainer_side: TrainerSideRollout | None = None if hybrid is None else TrainerSideRollout(hybrid, self)
 
-    def send(self, version: int) -> Callable[[], "PendingPush"]:
-        """Start the actor's half of a push. Opens a new channel first if the last push failed."""
+    def push(self, version: int, turn: Turn = at_once) -> Pending:
+        """Start a push; the rollout receives in its turn. Opens a channel first if there is none."""
         adapters = self._settings.lora == "adapter" and self._transport is not None
         if self._transport is None:
             self._transport = self._open()
@@ -48,9 +49,9 @@ class CrossProcessWeightSync:
 
         def receive() -> PendingPush:
             health = self._rollout.receive_weights.submit(version, receipt, adapters)
-            return PendingPush(self._rollout, health, version, sent=sent, after=partial(self._after, receipt))
+            return PendingPush(self._rollout, health, version, after=partial(self._after, receipt), sent=sent)
 
-        return receive
+        return turn(version, receive)
 
     @property
     def resend(self) -> Callable[[Sequence[int]], None] | None:

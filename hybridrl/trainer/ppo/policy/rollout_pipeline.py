@@ -259,23 +259,24 @@ class RolloutPipeline:
 
     # -- pushes
 
-    def push_weights(self, version: int) -> None:
-        """Push the actor's weights as `version`. Waits only with lag 0; else `pop` verifies the push."""
-        push = self.start_push(version)
-        if self.lag == 0:
-            push.wait()
-        else:
-            self._pushes.append(push)
+    def push_weights(self, version: int, *, wait: bool = True) -> Pending:
+        """Push the actor's weights as they are now to every rollout process, as `version`.
 
-    def start_push(self, version: int) -> Pending:
-        """Start a push of the actor's weights as they are now to every rollout process.
+        Args:
+            version: Version of the weights.
+            wait: Wait for the push. Without it, `pop` verifies the push before the next submitted batch.
 
-        Returns an object whose `wait()` waits for the push, and raises StaleWeightsError if some rollout processes do
-        not hold them.
+        Raises:
+            StaleWeightsError: Some rollout processes do not hold these weights.
         """
         self.workers.wake_rollout()
         self.version = version
-        return self.generator.push(version, self._sync.send(version))
+        push = self._sync.push(version, self.generator.push)
+        if wait:
+            push.wait()
+        else:
+            self._pushes.append(push)
+        return push
 
     def _pop_pushes(self) -> list[Pending]:
         pushes, self._pushes = self._pushes, []

@@ -11,6 +11,14 @@ from typing import Any, Protocol
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.single_controller.references import OutputRefs
+from hybridrl.trainer.ppo.policy.generator import Pending
+
+Turn = Callable[[int, Callable[[], Pending]], Pending]
+
+
+def at_once(version: int, receive: Callable[[], Pending]) -> Pending:
+    """Let the rollout receive without waiting for other work."""
+    return receive()
 
 
 class WeightSync(Protocol):
@@ -33,10 +41,12 @@ class WeightSync(Protocol):
         """
         ...
 
-    def send(self, version: int) -> Callable[[], "PendingPush"]:
-        """Start the actor's half of a push as `version`, with its weights as they are now.
+    def push(self, version: int, turn: Turn = at_once) -> Pending:
+        """Start a push of the actor's weights, as they are now, as `version`.
 
-        Returns a function that starts the rollout's half. It must be called once, in the order of the pushes.
+        Args:
+            version: Version of the weights.
+            turn: A generator's `push`, which lets the rollout receive after everything submitted before.
         """
         ...
 
@@ -60,8 +70,8 @@ class InProcessWeightSync:
         self._group, self._settings = group, settings
         self._complete = False  # whether the rollouts have had a full push, which adapters need
 
-    def send(self, version: int) -> Callable[[], "PendingPush"]:
-        """Return a function that starts the push: each process sends to itself."""
+    def push(self, version: int, turn: Turn = at_once) -> Pending:
+        """Start a push: each process sends to itself."""
         adapters = self._settings.lora == "adapter" and self._complete
         self._complete = True
 
@@ -69,7 +79,7 @@ class InProcessWeightSync:
             health = self._group.update_weights.submit(version, adapters)
             return PendingPush(self._group, health, version, after=self._after)
 
-        return receive
+        return turn(version, receive)
 
     def cancel(self, reason: str) -> None:
         """Do nothing: there is no channel."""
@@ -90,15 +100,15 @@ class PendingPush:
         group: Group that fetches the results.
         health: References to the `RolloutHealth` of each rollout process.
         version: Version of the weights.
-        sent: References to the receipts of the actor's processes, None inside one process.
         after: Called at the end with the version and the error, if any.
+        sent: References to the receipts of the actor's processes; none inside one process.
     """
 
     group: Any
     health: list
     version: int
-    sent: list | None = None
-    after: Callable[[int, BaseException | None], None] | None = None
+    after: Callable[[int, BaseException | None], None]
+    sent: Sequence = ()
 
     def wait(self) -> None:
         """Wait for the push and verify it.
@@ -106,26 +116,16 @@ class PendingPush:
         Raises:
             StaleWeightsError: Some rollout processes do not hold these weights.
         """
-        error: BaseException | None = None
-        try:
-            self._fetch_and_verify()
-        except BaseException as raised:
-            error = raised
+        ranks = [*range(len(self.health)), *range(len(self.sent))]
+        ends = OutputRefs([*self.health, *self.sent], ranks=ranks, fetch=self.group.fetch)
+        try:  # both ends at once: the first failure has the cause
+            results = self.group.fetch(ends, method="receive_weights" if self.sent else "load_weights")
+            health, sent = results[: len(self.health)], results[len(self.health) :]
+            verify_push(health, self.version, sent=sent[0].fingerprint if sent else None)
+        except BaseException as error:
+            self.after(self.version, error)
             raise
-        finally:
-            if self.after is not None:
-                self.after(self.version, error)
-
-    def _fetch_and_verify(self) -> None:
-        if self.sent is None:
-            verify_push(self.group.fetch(self.health, method="load_weights"), self.version)
-            return
-        # Both ends at once: the first failure has the cause.
-        ends = OutputRefs(
-            [*self.health, *self.sent], ranks=[*range(len(self.health)), *range(len(self.sent))], fetch=self.group.fetch
-        )
-        results = self.group.fetch(ends, method="receive_weights")
-        verify_push(results[: len(self.health)], self.version, sent=results[len(self.health)].fingerprint)
+        self.after(self.version, None)
 
 
 def verify_push(health: list, version: int, *, sent: int | None = None) -> None:

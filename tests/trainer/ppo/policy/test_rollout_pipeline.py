@@ -76,14 +76,14 @@ def drained(pipeline: RolloutPipeline) -> list[tuple]:
 def test_another_driver_gets_the_tokens_of_the_weights_they_were_sampled_from():
     pipeline = pipeline_with("trainer.lag=2")
     submit(pipeline, 1)
-    pipeline.push_weights(1)
+    pipeline.push_weights(1, wait=False)
     submit(pipeline, 2)
-    pipeline.push_weights(2)
+    pipeline.push_weights(2, wait=False)
     state = pickle.dumps(pipeline.state_dict())
 
     other = pipeline_with("trainer.lag=2")
     submit(other, 5)
-    other.push_weights(7)
+    other.push_weights(7, wait=False)
     other.load_state_dict(pickle.loads(state))
     assert drained(other) == [(1, 0, 0), (2, 1, 1)]
 
@@ -109,7 +109,7 @@ def test_chunks_and_greedy_responses_are_part_of_the_state():
 
 def test_the_state_has_no_tokens_of_weights_that_were_not_verified():
     pipeline = pipeline_with("trainer.lag=1")
-    pipeline.push_weights(1)
+    pipeline.push_weights(1, wait=False)
     submit(pipeline, 1)
     pipeline.generator.unverified = True
     with pytest.raises(StaleWeightsError):
