@@ -73,7 +73,7 @@ EXCEPTIONS = {
     "system/child_guard.py": {"guard.wait()": SERVICE},
     "system/child_program.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},
-    "trainer/ppo/loop.py": {"call.get()": CALL},
+    "trainer/ppo/ppo_loop.py": {"call.get()": CALL},
     "trainer/ppo/trainer.py": {"call.get()": CALL},
     "trainer/submitted_call.py": {"future.get()": CALL},
     "trainer/ppo/policy/rollout_pipeline.py": {

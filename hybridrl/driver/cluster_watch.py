@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NoReturn
 
-from hybridrl.driver.termination import is_terminating
+from hybridrl.driver.signals import is_terminating
 from hybridrl.system.child_guard import children_of
 from hybridrl.system.process_stat import StopClock, read_process_stat
 

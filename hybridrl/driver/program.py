@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 
 from hybridrl.driver.run_context import RunContext
-from hybridrl.driver.termination import EXIT_CODE, Terminated, acknowledged_interrupts
+from hybridrl.driver.signals import EXIT_CODE, Terminated, acknowledged_interrupts
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def run_program(
 ) -> int:
     """Run `work` and return the exit code.
 
-    A training run that receives SIGTERM or Ctrl-C commits first (`driver/termination.py`). An error is
+    A training run that receives SIGTERM or Ctrl-C commits first (`driver/signals.py`). An error is
     one readable line that names the fix. The full traceback, a remote worker's included, goes to `error.log` in the
     run's directory. Without one, only errors that are not hybridrl's own show their traceback.
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from hybridrl.driver.cluster_watch import watch_in_thread
 from hybridrl.driver.run_context import DriverLifecycle
-from hybridrl.driver.termination import keep_sigterm_handler
+from hybridrl.driver.signals import keep_sigterm_handler
 from hybridrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridrl.driver.termination import TerminationSignal
+from hybridrl.driver.signals import TerminationSignal
 from hybridrl.system.json_lines import RECEIVE_BYTES, MessageReader, send_message
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from .events.labels import ProcessRole as ProcessRole
 from .events.labels import Role as Role
 from .events.task_events import TaskEvents as TaskEvents
 from .graph.stage_tracer import StageTracer as StageTracer
-from .loop import Task as Task
 from .overlap import Half as Half
 from .overlap import schedule as schedule
 from .parallel.runner import Parallel as Parallel
@@ -18,4 +17,5 @@ from .stage import StageSpec as StageSpec
 from .stage import VoidMiddleware as VoidMiddleware
 from .stage import spec_of as spec_of
 from .stage import stage as stage
+from .tasks import Task as Task
 from .wrapper import StepTimer as StepTimer

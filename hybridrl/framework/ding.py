@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hybridrl.framework.loop import Task
+from hybridrl.framework.tasks import Task
 
 
 class ProcessTask(Task):

@@ -212,7 +212,7 @@ class Trainer:
             Path of the newest checkpoint, if there is one.
 
         Raises:
-            Terminated: SIGTERM arrived. In the middle of a step, the step is committed first (`driver/termination.py`).
+            Terminated: SIGTERM arrived. In the middle of a step, the step is committed first (`driver/signals.py`).
             KeyboardInterrupt: Ctrl-C, in the same way.
         """
         with self.context.termination.handle_sigterm():

@@ -9,7 +9,7 @@ import pytest
 from hybridrl import main_ppo
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.driver.run_context import RunContext
-from hybridrl.driver.termination import Terminated
+from hybridrl.driver.signals import Terminated
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.recovery.policies import with_resume_overrides
 from tests.support.end_to_end.runs import metrics, settings

@@ -13,8 +13,8 @@
 
 A step is the list `RayPPOTrainer.step`, in order; stages in brackets depend on the settings. Each stage is a method
 that adds the columns under it to `ctx.batch` (all of them: `columns.py`). To change a step, override a stage or change
-the list. Overlap, graph and failover are derived from the list. Data, workers and state are in `loop.py`; resume, retry
-and commit, which supervised fine-tuning shares, in `trainer/loop.py`.
+the list. Overlap, graph and failover are derived from the list. Data, workers and state are in `ppo_loop.py`; resume,
+retry and commit, which supervised fine-tuning shares, in `trainer/loop.py`.
 
     trainer = RayPPOTrainer(
         config=config, tokenizer=tokenizer, role_worker_mapping=..., resource_pool_manager=..., reward_fn=...
@@ -44,9 +44,9 @@ from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.ppo import columns as c
-from hybridrl.trainer.ppo.loop import PPOLoop
 from hybridrl.trainer.ppo.metrics import log_prob_metrics, metrics_of_update, reward_extra_metrics, step_metrics
 from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
+from hybridrl.trainer.ppo.ppo_loop import PPOLoop
 from hybridrl.trainer.ppo.rewards import (
     RewardFn,
     add_advantages,

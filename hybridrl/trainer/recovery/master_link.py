@@ -17,8 +17,8 @@ from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.ray_cluster import existing_cluster, start_ray
 from hybridrl.errors import WorkerLost
 from hybridrl.failure_policy import Decision
-from hybridrl.framework.loop import Task
 from hybridrl.framework.stage import StageFn, spec_of
+from hybridrl.framework.tasks import Task
 from hybridrl.master.service.client import MasterClient
 from hybridrl.master.service.journal import JournaledState
 from hybridrl.master.state.events import JobEnded, RecoveryDecided

@@ -16,8 +16,8 @@ import numpy as np
 from hybridrl.config import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.framework.context import OnlineRLContext
-from hybridrl.framework.loop import Task
 from hybridrl.framework.stage import StageSpec, with_spec
+from hybridrl.framework.tasks import Task
 from hybridrl.import_path import load_object
 from hybridrl.trainer.checkpoint.step_ledger import Outcomes
 

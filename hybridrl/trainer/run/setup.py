@@ -16,8 +16,8 @@ from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import ConfigError
 from hybridrl.framework.context import OnlineRLContext
-from hybridrl.framework.loop import Task
 from hybridrl.framework.stage import DeviceSlots, StageFn, Wrapper, spec_of, with_spec
+from hybridrl.framework.tasks import Task
 from hybridrl.framework.wrapper import StepTimer
 from hybridrl.single_controller.monitoring.tracing import (
     DIRECTORY_VARIABLE,

@@ -22,7 +22,7 @@ from hybridrl.trainer.data.sequences import collate_sequences
 from hybridrl.trainer.run.metrics import mean_metrics
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.supervised.preference_data import LabelDataset, PairDataset, PreferenceDataset
-from hybridrl.trainer.supervised.trainer import MODEL_INPUT, SupervisedTrainer
+from hybridrl.trainer.supervised.supervised_trainer import MODEL_INPUT, SupervisedTrainer
 
 REFERENCE = "ref_sequence_log_probs"
 BASELINE = "kto_baseline"

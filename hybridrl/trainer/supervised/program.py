@@ -17,7 +17,7 @@ from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.workers import engine
 
 if TYPE_CHECKING:
-    from hybridrl.trainer.supervised.trainer import SupervisedTrainer
+    from hybridrl.trainer.supervised.supervised_trainer import SupervisedTrainer
 
 logger = logging.getLogger("hybridrl.main")
 

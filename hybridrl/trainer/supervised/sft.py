@@ -24,7 +24,7 @@ from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, r
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.data.sequences import collate_sequences, end_of_turn
-from hybridrl.trainer.supervised.trainer import MODEL_INPUT, SupervisedTrainer
+from hybridrl.trainer.supervised.supervised_trainer import MODEL_INPUT, SupervisedTrainer
 
 logger = logging.getLogger(__name__)
 ROLE = "sft"

@@ -35,7 +35,7 @@ from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.columns import PROMPT_INPUT
 from hybridrl.trainer.ppo.policy.generator import Generator, Pending, PendingResponses, Resync
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
-from hybridrl.trainer.ppo.policy.weight_sync import InProcessWeightSync, WeightSync
+from hybridrl.trainer.ppo.policy.weight_sync import InProcessWeightSync, WeightSync, at_once
 from hybridrl.trainer.ppo.stages import num_chunks, rollout_lag, uses_greedy_baseline
 
 
@@ -65,8 +65,7 @@ class BatchedGenerator:
         assert max_new_tokens is num_prompts is None, "such settings are refused with rollout.mode=sync"
         return self._group.generate_sequences.submit(prompts, weights_version=version)
 
-    def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
-        return receive()
+    push = staticmethod(at_once)  # a process receives after the calls before
 
     def generate_on(
         self, group: Any, prompts: DataProto, *, version: int | None, resync: Resync | None = None

@@ -14,7 +14,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import BRANCHES
 from hybridrl.trainer.checkpoint.ledger_audit import audit
 from hybridrl.trainer.data.prompt_loader import ROW
-from hybridrl.trainer.ppo.loop import NoGroupFilter
+from hybridrl.trainer.ppo.ppo_loop import NoGroupFilter
 from hybridrl.trainer.ppo.sampling.group_filter import GroupFilter, differs_in_group, metric_values
 
 N, WIDTH = 2, 3

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hybridrl.driver.termination import (
+from hybridrl.driver.signals import (
     EXIT_CODE,
     Terminated,
     TerminationSignal,
@@ -106,9 +106,9 @@ def test_a_second_ctrl_c_or_the_end_of_the_grace_period_interrupts_the_step(seco
 def test_a_process_stuck_in_c_code_is_ended_all_the_same():
     code = (
         "import ctypes, os, signal\n"
-        "from hybridrl.driver import termination\n"
-        "termination.EXIT_TIMEOUT_S = 0.2\n"
-        "with termination.TerminationSignal().defer_sigterm(grace_s=0.2):\n"
+        "from hybridrl.driver import signals\n"
+        "signals.EXIT_TIMEOUT_S = 0.2\n"
+        "with signals.TerminationSignal().defer_sigterm(grace_s=0.2):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    end = ctypes.CDLL(None).sleep\n"  # no Python code runs in the main thread meanwhile
         "    while True: end(1000)\n"
