@@ -91,7 +91,7 @@ OPTIONAL_ROOMS = (
     "hybridrl.workers.engine.export",
     "hybridrl.workers.preference",
     "hybridrl.workers.reward_model",
-    "hybridrl.workers.rollout.request_server",
+    "hybridrl.workers.rollout.request_engine",
     "hybridrl.workers.rollout.sampling.logits",
     "hybridrl.workers.rollout.vllm",
 )

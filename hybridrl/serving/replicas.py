@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hybridrl.errors import WorkerLost
-from hybridrl.workers.rollout.request_server import SLICE_S
+from hybridrl.workers.rollout.request_engine import SLICE_S
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 Resync = Callable[[Sequence[int]], None]  # sends the current weights to restarted processes of these ranks

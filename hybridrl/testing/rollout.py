@@ -27,7 +27,6 @@ from hybridrl.testing.rollout_reference import (
     save_tiny_model,
 )
 from hybridrl.workers.rollout.base import Rollout, RolloutSetup
-from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, fingerprint
@@ -324,7 +323,7 @@ def chunks_equal_one_call(case: RolloutCase) -> None:
 
 
 def requests_are_served_like_a_batch(case: RolloutCase) -> None:
-    sampling, server = case.sampling(do_sample=case.rollout.capabilities.keyed_sampling), RequestServer(case.rollout)
+    sampling, server = case.sampling(do_sample=case.rollout.capabilities.keyed_sampling), case.rollout.request_engine()
     requests = [Request(str(row), tuple(ids), sampling, seed=SEED + row) for row, ids in enumerate(case.prompts)]
     waiting, outputs = [requests[:2], requests[2:]], dict[str, TokenOutput]()
     while waiting or server.num_open():

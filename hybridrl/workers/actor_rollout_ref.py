@@ -170,7 +170,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
             seed=self.config.trainer.seed,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
-        self._server: rollout.RequestServer | None = None  # started by the first requests
+        self._requests: rollout.RequestEngine | None = None  # started by the first ones
 
     @register(ROLLOUT_COMPUTE)
     def generate_sequences(self, prompts: DataProto, weights_version: int | None = None) -> DataProto:
@@ -195,7 +195,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
         """Add requests, abort those in `aborted`, generate for about `slice_s` seconds, and return finished outputs.
 
         The request router calls it for one replica at a time, repeatedly while the replica has open requests. All
-        ranks of an engine get the same calls. See `RequestServer.serve`.
+        ranks of an engine get the same calls. See `RequestEngine.serve`.
         """
         self._require_version(weights_version)
         if not self.rollout.capabilities.requests:
@@ -203,8 +203,10 @@ class ActorRolloutRefWorker(WeightPushMixin):
                 f"actor_rollout_ref.rollout.name={self.config.actor_rollout_ref.rollout.name}: the rollout serves no "
                 "single requests; use actor_rollout_ref.rollout.mode=sync"
             )
-        self._server = self._server or rollout.RequestServer(self.rollout, peers=self._engine_peers())
-        return self._server.serve(requests, aborted, slice_s=slice_s)
+        if self._requests is None:
+            self._requests = self.rollout.request_engine()
+            self._requests.peers = self._engine_peers()
+        return self._requests.serve(requests, aborted, slice_s=slice_s)
 
     def _engine_peers(self) -> "rollout.EnginePeers | None":
         """Return the ranks of this process's engine; None if it is the only one."""

@@ -1,6 +1,6 @@
-"""Replicas of a model that is only served: in separate processes (`ReplicaWorker`) or in the caller's (`LocalReplica`).
+"""`ReplicaWorker`: a process that only serves a model, without training.
 
-The request router calls them. Both read their weights from the model's directory, so a restarted replica needs no push.
+The request router calls it. It reads its weights from the model's directory, so a restarted replica needs no push.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,6 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout.base import Rollout, RolloutHealth, RolloutSetup, make_rollout
-from hybridrl.workers.rollout.request_server import SLICE_S, RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 
@@ -32,37 +31,22 @@ class ReplicaWorker(Worker):
         """Load the model."""
         device = init_worker_process(device=self.setup.device, num_threads=self.num_threads, single_process=True)
         self.rollout: Rollout = make_rollout(self.setup.config.name, replace(self.setup, device=device))
-        self._server = RequestServer(self.rollout)
+        self._engine = self.rollout.request_engine()
 
     @register(Dispatch.ALL_TO_ALL)
     def serve(
         self, requests: list[Request], aborted: list[str], slice_s: float, weights_version: int | None = None
     ) -> list[TokenOutput]:
-        """Serve requests for one time slice, see `RequestServer.serve`.
+        """Serve requests for one time slice, see `RequestEngine.serve`.
 
         Raises:
             StaleWeightsError: The weights are of another version.
         """
         self.rollout.require_version(weights_version, holder=f"replica {self.rank}")
-        return self._server.serve(requests, aborted, slice_s=slice_s)
+        return self._engine.serve(requests, aborted, slice_s=slice_s)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> RolloutHealth:
         """Replace all weights, given under Hugging Face names, by those of `version`."""
         self.rollout.load_weights(version, weights)
         return self.rollout.health()
-
-
-class LocalReplica:
-    """One replica in the router's process. It is never lost: its errors are raised."""
-
-    num_replicas, can_respawn = 1, False
-
-    def __init__(self, rollout: Rollout):
-        self._server: RequestServer = RequestServer(rollout)
-
-    def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
-        return self._server.serve(requests, aborted, slice_s=SLICE_S)
-
-    def respawn(self, replica: int) -> None:
-        raise RuntimeError("a local replica is the router's own process and cannot be restarted; restart the program")

@@ -15,31 +15,13 @@ from hybridrl.serving.continuation import generate_in_chunks, join_chunks
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout
 from hybridrl.workers.rollout.base import Rollout, load_special_tokens
-from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import sequence_keys
+from tests.support.serving.local_replicas import LocalReplicas
 
 LENGTH = 80
 SAMPLING = SamplingParams(LENGTH, ignore_eos=True)
 REQUESTS = [Request(f"r{i}", tuple(range(40 + 3 * i, 52 + 5 * i)), SAMPLING, seed=i + 1) for i in range(7)]
-
-
-class LocalReplicas:
-    """Replicas in this process. `served`: replica -> number of calls."""
-
-    can_respawn = False
-
-    def __init__(self, rollouts: list[Rollout]):
-        self.num_replicas = len(rollouts)
-        self.servers = [RequestServer(rollout) for rollout in rollouts]
-        self.served = [0] * len(rollouts)
-
-    def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
-        self.served[replica] += 1
-        return self.servers[replica].serve(requests, aborted, slice_s=0)
-
-    def respawn(self, replica: int) -> None:
-        raise RuntimeError("it is this process")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.replica import ReplicaWorker
 from hybridrl.workers.rollout import (
     EnginePeers,
-    RequestServer,
     RolloutSetup,
     SamplingParams,
     batched_request_engine,
@@ -51,8 +50,8 @@ class PairedReplica(ReplicaWorker):
         batched_request_engine.CHUNK_TOKENS = 4
         device = init_worker_process(device="cpu", num_threads=1)
         self.rollout = make_rollout("hf", replace(self.setup, device=device))
-        self._server = RequestServer(self.rollout, peers=EnginePeers(range(2)))
-        engine, pause_s = self._server.engine, 0.1 * (1 + self.rank % 2)
+        engine = self._engine = self.rollout.request_engine()
+        engine.peers, pause_s = EnginePeers(range(2)), 0.1 * (1 + self.rank % 2)
         step = engine.step
 
         def slow_step() -> list[TokenOutput]:

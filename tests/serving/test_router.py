@@ -37,7 +37,7 @@ class SlowReplica(ReplicaWorker):
     def init_model(self) -> None:
         batched_request_engine.CHUNK_TOKENS = 4
         super().init_model()
-        engine = self._server.engine
+        engine = self._engine
         step = engine.step
 
         def step_and_sleep() -> list[TokenOutput]:

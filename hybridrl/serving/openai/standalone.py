@@ -19,7 +19,7 @@ from hybridrl.serving.openai.server import Endpoint
 from hybridrl.serving.replicas import GroupReplicas, Replicas
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, RayClassWithInitArgs
-from hybridrl.workers.replica import LocalReplica, ReplicaWorker
+from hybridrl.workers.replica import ReplicaWorker
 from hybridrl.workers.rollout.base import VERSION_ON_DISK, RolloutSetup, load_special_tokens
 
 DEFAULT_MAX_LENGTH = 4096  # tokens of prompt and response where --max-length is not set; limits the KV cache
@@ -86,7 +86,7 @@ def one_replica(setup: RolloutSetup, *, num_threads: int | None = None) -> Itera
     worker = ClassWithInitArgs(ReplicaWorker, setup, num_threads=num_threads)
     group = single_controller.LocalWorkerGroup(None, worker, role="replica")
     group.calls.init_model()
-    yield LocalReplica(group.worker.rollout)
+    yield GroupReplicas(group, version=VERSION_ON_DISK, progress_timeout_s=PROGRESS_TIMEOUT_S)
 
 
 @contextmanager

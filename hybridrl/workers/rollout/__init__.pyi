@@ -9,7 +9,7 @@ from .base import rollout_class as rollout_class
 from .batched_request_engine import BatchedRequestEngine as BatchedRequestEngine
 from .engine_peers import EnginePeers as EnginePeers
 from .hf import HFRollout as HFRollout
-from .request_server import RequestServer as RequestServer
+from .request_engine import RequestEngine as RequestEngine
 from .responses import GeneratedTokens as GeneratedTokens
 from .sampling.logits import StopStringCache as StopStringCache
 from .sampling.logits import TokenHistory as TokenHistory

@@ -2,7 +2,7 @@
 
 `Rollout` is the base class of every engine. It lives in a worker process (`ActorRolloutRefWorker`, `ReplicaWorker`),
 which makes its calls. `VersionedRollout` (`versioned`) is the base of the built-in engines, which can also fingerprint
-their own weights. Not here: sampling (`sampling`), single requests (`request_server`), and weight transport
+their own weights. Not here: sampling (`sampling`), single requests (`request_engine`), and weight transport
 (`weight_transfer`).
 
 Shapes: B prompt rows, n samples per prompt, S = B * n sequences.
@@ -12,7 +12,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -24,11 +24,13 @@ from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry
 from hybridrl.workers import rollout
 from hybridrl.workers.engine.base import resolve_dtype
-from hybridrl.workers.rollout.requests import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, row_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, NamedTensor
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint as fingerprint
+
+if TYPE_CHECKING:
+    from hybridrl.workers.rollout.request_engine import RequestEngine
 
 ROLLOUT_KEY = "actor_rollout_ref.rollout"
 WEIGHT_SYNC_KEY = f"{ROLLOUT_KEY}.weight_sync"
@@ -202,8 +204,8 @@ class Rollout(ABC):
     def wake_up(self) -> None:  # noqa: B027 - an engine that keeps all has nothing to reclaim
         """Reclaim the memory; required before `load_weights` and `generate`."""
 
-    def request_engine(self) -> RequestEngine:
-        """Return a new engine for `RequestServer` that serves single requests with this rollout.
+    def request_engine(self) -> "RequestEngine":
+        """Return a new engine that serves single requests with this rollout.
 
         A rollout with the capability `partial` may return `BatchedRequestEngine(self)`.
         """

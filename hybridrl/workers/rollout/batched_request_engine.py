@@ -1,7 +1,7 @@
 """Serve requests with any rollout that generates whole batches: each step is one chunk of one batch.
 
-`HFRollout.request_engine` returns it; `RequestServer` drives it in the rollout's worker process. It is not continuous
-batching: a request waits until the current chunk is done, and every chunk computes its prompts again.
+`HFRollout.request_engine` returns it, in the rollout's worker process. It is not continuous batching: a request waits
+until the current chunk is done, and every chunk computes its prompts again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hybridrl.workers.rollout.base import Rollout
+from hybridrl.workers.rollout.request_engine import RequestEngine
 from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, advance, needs_history
 
@@ -36,22 +37,18 @@ class _OpenRequest:
         return TokenOutput(self.request.request_id, self.tokens, self.log_probs, reason, self.version)
 
 
-class BatchedRequestEngine:
+class BatchedRequestEngine(RequestEngine):
     """A `RequestEngine` whose step generates `CHUNK_TOKENS` tokens for the requests that fit into one batch."""
 
+    rollout: Rollout
+
     def __init__(self, rollout: Rollout):
-        self.rollout = rollout
+        super().__init__(rollout)
         self._open: dict[str, _OpenRequest] = {}
 
     def add(self, request: Request) -> None:
         self.rollout.stop_condition(request.sampling)  # raises here and not in the batch of others
         self._open[request.request_id] = _OpenRequest(request, self.rollout.current_version())
-
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def is_open(self, request_id: str) -> bool:
-        return request_id in self._open
 
     def abort(self, request_id: str) -> TokenOutput | None:
         entry = self._open.pop(request_id, None)

@@ -1,6 +1,6 @@
 """`EnginePeers`: keep the processes of one engine at the same step while they serve requests.
 
-A tensor-parallel engine has a process for each of its ranks. Each has a `RequestServer`, which gets the same calls.
+A tensor-parallel engine has a process for each of its ranks. Each has a `RequestEngine`, which gets the same calls.
 The engines compute together only if each process adds the same requests between the same two steps. A call therefore
 ends on all ranks after the same step: when the time slice of the first rank is over.
 

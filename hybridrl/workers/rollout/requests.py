@@ -1,12 +1,11 @@
-"""Token-in/token-out requests: the request, its output, and the engine interface that serves them.
+"""Token-in/token-out requests, and their outputs.
 
-The router and the agent loops (driver) build requests. `RequestServer` (worker process) hands them to a
-`RequestEngine`.
+The router and the agent loops (driver) build requests. A `RequestEngine` (worker process) serves them.
 Not here: text, templates and stop strings, which serving turns into token ids and `SamplingParams`.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -86,19 +85,3 @@ class TokenOutput:
     def token_versions(self) -> list[int]:
         """Return the version of the weights that produced each token."""
         return list(self.mixed) or [self.version] * len(self.token_ids)
-
-
-class RequestEngine(Protocol):
-    """Serves requests in short steps; `RequestServer` calls it, one call at a time."""
-
-    def add(self, request: Request) -> None: ...
-
-    def step(self) -> list[TokenOutput]:
-        """Run one short step on the open requests and return those that finished."""
-
-    def abort(self, request_id: str) -> TokenOutput | None:
-        """End an open request and return its output, or None if no such request is open."""
-
-    def num_open(self) -> int: ...
-
-    def is_open(self, request_id: str) -> bool: ...

@@ -18,11 +18,12 @@ from hybridrl.errors import RequestFailed
 from hybridrl.serving.openai import Endpoint, ServedModel, connections, server
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.sessions.session import EpisodeLimits
-from hybridrl.workers.replica import LocalReplica
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.base import load_special_tokens
+from hybridrl.workers.rollout.request_engine import SLICE_S
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.logits import MAX_DETECTORS
+from tests.support.serving.local_replicas import LocalReplicas
 
 PROMPT, RESPONSE = 64, 64
 DECOMPOSED = "e\u0301"  # as a Mac types it; the tokenizer composes it
@@ -38,7 +39,7 @@ class Site:
         self.run(self._open(settings))
 
     async def _open(self, settings: dict) -> None:
-        self.router = await ReplicaRouter(LocalReplica(self.rollout)).__aenter__()
+        self.router = await ReplicaRouter(LocalReplicas([self.rollout], slice_s=SLICE_S)).__aenter__()
         self.endpoint = Endpoint(self.router, self.served, host="127.0.0.1", port=0, **settings)
         await self.endpoint.start()
 

@@ -11,8 +11,9 @@ import openai
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.sessions.session import EpisodeLimits, Session
-from hybridrl.workers.replica import LocalReplica
 from hybridrl.workers.rollout import SamplingParams
+from hybridrl.workers.rollout.request_engine import SLICE_S
+from tests.support.serving.local_replicas import LocalReplicas
 from tests.support.serving.scripted_policy import PROMPT, RESPONSE, Script
 
 
@@ -29,7 +30,7 @@ class Site:
         )
 
     async def _open(self) -> ReplicaRouter:
-        router = ReplicaRouter(LocalReplica(self.rollout))
+        router = ReplicaRouter(LocalReplicas([self.rollout], slice_s=SLICE_S))
         await router.__aenter__()
         self.endpoint = Endpoint(router, self.served, host="127.0.0.1", port=0)
         await self.endpoint.start()

@@ -2,9 +2,8 @@
 
 One step is one vLLM step for all open requests.
 
-`VLLMRollout.request_engine` returns it, and `RequestServer` drives it in the rollout's worker process. vLLM batches
-continuously. The tokens themselves are sampled by `RowSampler` in `worker_extension`, which this module reaches through
-`call_worker`.
+`VLLMRollout.request_engine` returns it, in the rollout's worker process. vLLM batches continuously. `RowSampler` in
+`worker_extension`, which this module reaches through `call_worker`, samples the tokens themselves.
 """
 
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridrl.workers.rollout.base import RolloutSetup
+from hybridrl.workers.rollout.request_engine import EngineHost, RequestEngine
 from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, needs_history
 from hybridrl.workers.rollout.vllm.process_state import preserve_process_state
@@ -20,20 +19,14 @@ from hybridrl.workers.rollout.vllm.process_state import preserve_process_state
 MAX_SHARED_BATCHES = 8  # training and validation need two
 
 
-class EngineHost(Protocol):
+class VLLMHost(EngineHost, Protocol):
     """The part of `VLLMRollout` that this module uses."""
-
-    setup: RolloutSetup
 
     @property
     def engine(self) -> Any:
         """vLLM's own engine."""
 
     def call_worker(self, method: str, *args: Any) -> Any: ...
-
-    def current_version(self) -> int: ...
-
-    def stop_condition(self, sampling: SamplingParams) -> StopCondition: ...
 
     def engine_params(self, row: int, sampling: SamplingParams, stop_condition: StopCondition) -> Any: ...
 
@@ -62,20 +55,16 @@ class _PlacedRequest:
     tokens: list[int] = field(default_factory=list)
 
 
-class VLLMRequestEngine:
+class VLLMRequestEngine(RequestEngine):
     """A `RequestEngine` on a `VLLMRollout`, which can generate whole batches while no request is open."""
 
-    def __init__(self, rollout: EngineHost):
-        self.rollout = rollout
+    rollout: VLLMHost
+
+    def __init__(self, rollout: VLLMHost):
+        super().__init__(rollout)
         self._open: dict[str, _PlacedRequest] = {}
         self._shared_batches: dict[SamplingParams, _BatchSlots] = {}
         self._num_batches = 0
-
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def is_open(self, request_id: str) -> bool:
-        return request_id in self._open
 
     def add(self, request: Request) -> None:
         batch = self._batch_for(request)

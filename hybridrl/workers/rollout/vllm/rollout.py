@@ -22,7 +22,7 @@ from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
-from hybridrl.workers.rollout.requests import RequestEngine
+from hybridrl.workers.rollout.request_engine import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition
 from hybridrl.workers.rollout.versioned import VersionedRollout

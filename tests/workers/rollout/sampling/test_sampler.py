@@ -13,7 +13,6 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
-from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.responses import token_lists
 from hybridrl.workers.rollout.sampling.logits import StopStrings, TokenHistory
@@ -251,7 +250,7 @@ def test_chunks_equal_one_call_with_penalties_and_stop_strings(start, name):
     whole = responses(start(name).generate(prompts, sampling))
     ids, seeds = token_lists(prompts), prompts.batch["seeds"].tolist()
     served: dict[str, list[int]] = {f"{row}/{sample}": [] for row in range(len(ids)) for sample in range(sampling.n)}
-    server, left = RequestServer(start(name)), list(served)
+    server, left = start(name).request_engine(), list(served)
     for size in (10, RESPONSE - 10):
         part = replace(sampling, n=1, max_new_tokens=size)
         outputs: list[TokenOutput] = server.serve(

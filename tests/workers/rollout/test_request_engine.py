@@ -10,7 +10,6 @@ from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout
-from hybridrl.workers.rollout.request_server import RequestServer
 from hybridrl.workers.rollout.requests import Request
 
 PROMPT, RESPONSE, N = 24, 40, 3
@@ -99,13 +98,13 @@ def test_requests_that_arrive_one_after_another_get_the_tokens_of_a_batch(rollou
     assert kind == "greedy" or ((lengths < RESPONSE).any() and (lengths > 8).any())  # greedy repeats itself
     order = np.random.default_rng(0).permutation(len(requests))
     arrivals = [[requests[i] for i in part] for part in np.array_split(order, 5)]
-    assert_same_as_batch(batch, serve_all(RequestServer(rollout), arrivals), sampling.n)
+    assert_same_as_batch(batch, serve_all(rollout.request_engine(), arrivals), sampling.n)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_requests_with_different_sampling_are_served_together(rollouts, engine):
     rollout, prompts = rollouts(engine), prompts_of(4)
-    requests, server = {}, RequestServer(rollout)
+    requests, server = {}, rollout.request_engine()
     for kind, sampling in SAMPLINGS.items():
         requests[kind] = [
             Request(**{**vars(r), "request_id": f"{kind}:{r.request_id}"}) for r in requests_of(prompts, sampling)
@@ -126,12 +125,17 @@ def test_an_aborted_response_continues_on_another_server_with_the_same_tokens(ro
     monkeypatch.setattr(batched_request_engine, "CHUNK_TOKENS", 3)
     rollout, sampling = rollouts(engine), SamplingParams(RESPONSE, ignore_eos=True)
     [request] = requests_of(prompts_of(1), sampling)
-    whole = serve_all(RequestServer(rollout), [[request]])["0/0"]
-    server = RequestServer(rollout)
+    whole = serve_all(rollout.request_engine(), [[request]])["0/0"]
+    server = rollout.request_engine()
     server.serve([request], [], slice_s=0)
     server.serve([], [], slice_s=0)
     [part] = server.serve([], ["0/0"], slice_s=0)
-    assert part.finish_reason == "abort" and 0 < len(part.token_ids) < RESPONSE and server.engine.num_open() == 0
+    assert (
+        part.finish_reason == "abort"
+        and 0 < len(part.token_ids) < RESPONSE
+        and server.num_open() == 0
+        and not server._open
+    )
     rest = Request(
         "rest",
         (*request.prompt_ids, *part.token_ids),
@@ -139,7 +143,7 @@ def test_an_aborted_response_continues_on_another_server_with_the_same_tokens(ro
         request.seed,
         num_done=len(part.token_ids),
     )
-    ended = serve_all(RequestServer(rollout), [[rest]])["rest"]
+    ended = serve_all(rollout.request_engine(), [[rest]])["rest"]
     assert part.token_ids + ended.token_ids == whole.token_ids and ended.finish_reason == "length"
     assert server.serve([], ["unknown"], slice_s=0) == []
 
@@ -148,7 +152,7 @@ def test_an_aborted_response_continues_on_another_server_with_the_same_tokens(ro
 def test_batches_are_generated_after_serving_and_outputs_have_the_weights_version(rollouts, engine):
     rollout, prompts, sampling = rollouts(engine), prompts_of(2), SAMPLINGS["sampled"]
     before = rollout.generate(prompts, sampling).batch["responses"]
-    server = RequestServer(rollout)
+    server = rollout.request_engine()
     serve_all(server, [requests_of(prompts, sampling)])
     assert torch.equal(rollout.generate(prompts, sampling).batch["responses"], before)
     assert {out.version for out in serve_all(server, [requests_of(prompts, sampling)]).values()} == {
@@ -173,12 +177,12 @@ def test_an_error_is_the_answer_of_the_request_that_caused_it(rollouts, engine, 
     batch, requests = rollout.generate(prompts, sampling), requests_of(prompts, sampling)
     bad = [SamplingParams(5, **POISON[kind]), SamplingParams(RESPONSE, temperature=0.9, top_k=100, **POISON[kind])]
     poisoned = [Request(f"bad/{number}", (50, 60), one, seed=1) for number, one in enumerate(bad)]
-    server = RequestServer(rollout)
+    server = rollout.request_engine()
     outputs = serve_all(server, [[*requests[:7], poisoned[0]], [poisoned[1], *requests[7:]]])
     failed = [name for name, output in outputs.items() if output.finish_reason == "error"]
     assert sorted(failed) == ["bad/0", "bad/1"] and all(outputs[name].error for name in failed)
     assert_same_as_batch(batch, {name: out for name, out in outputs.items() if name not in failed}, sampling.n)
-    assert server.engine.num_open() == 0
+    assert server.num_open() == 0 and not server._open
 
 
 def test_an_error_within_a_batch_is_found_by_halves(rollouts, monkeypatch):
@@ -186,7 +190,7 @@ def test_an_error_within_a_batch_is_found_by_halves(rollouts, monkeypatch):
     rollout, sampling, prompts = rollouts("hf"), SAMPLINGS["sampled"], prompts_of(5)
     batch, requests = rollout.generate(prompts, sampling), requests_of(prompts, sampling)
     beyond = Request("bad", (10**6, 50), requests[0].sampling, seed=1)  # no row of the embedding
-    outputs = serve_all(RequestServer(rollout), [[*requests[:4], beyond, *requests[4:9]], requests[9:]])
+    outputs = serve_all(rollout.request_engine(), [[*requests[:4], beyond, *requests[4:9]], requests[9:]])
     assert outputs.pop("bad").finish_reason == "error"
     assert_same_as_batch(batch, outputs, sampling.n)
 
@@ -194,7 +198,7 @@ def test_an_error_within_a_batch_is_found_by_halves(rollouts, monkeypatch):
 def test_a_request_that_waits_beside_suspects_can_be_aborted(rollouts):
     requests = requests_of(prompts_of(2), SAMPLINGS["sampled"])
     beyond = Request("bad", (10**6, 50), requests[0].sampling, seed=1)
-    server = RequestServer(rollouts("hf"))
+    server = rollouts("hf").request_engine()
     assert server.serve([beyond, *requests], [], slice_s=0) == []  # halved now
     [aborted] = [o for o in server.serve([], [requests[-1].request_id], slice_s=0) if o.request_id != "bad"]
     assert (aborted.request_id, aborted.finish_reason) == (requests[-1].request_id, "abort")
@@ -203,14 +207,14 @@ def test_a_request_that_waits_beside_suspects_can_be_aborted(rollouts):
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
 def test_many_kinds_of_sampling_do_not_accumulate_batches_in_vllm(rollouts):
-    rollout, server = rollouts("vllm"), RequestServer(rollouts("vllm"))
+    rollout, server = rollouts("vllm"), rollouts("vllm").request_engine()
     [request] = requests_of(prompts_of(1), SamplingParams(4))
     for number in range(30):
         sampling = SamplingParams(4, temperature=1 + number / 10)
         [output] = serve_all(server, [[Request(**{**vars(request), "sampling": sampling})]]).values()
         batch = rollout.generate(prompts_of(1), sampling).batch
         assert output.token_ids == batch["responses"][0][batch["response_mask"][0].bool()].tolist()
-        assert len(server.engine._shared_batches) <= 8
+        assert len(server._shared_batches) <= 8
 
 
 def test_invalid_requests_raise_errors(rollouts, tiny_qwen2):
@@ -218,11 +222,11 @@ def test_invalid_requests_raise_errors(rollouts, tiny_qwen2):
         Request("a", (1, 2), SamplingParams(4, n=2), 0)
     with pytest.raises(DataError, match="leave no prompt"):
         Request("a", (1, 2), SamplingParams(4), 0, num_done=2)
-    [refused] = RequestServer(rollouts("hf")).serve([Request("a", (50,) * 40, SamplingParams(30), 0)], [], slice_s=0)
+    [refused] = rollouts("hf").request_engine().serve([Request("a", (50,) * 40, SamplingParams(30), 0)], [], slice_s=0)
     assert refused.finish_reason == "error" and "request a: 40 tokens and up to 30 new ones" in refused.error
     twice = Request("a", (50,), SamplingParams(3), 0)
     with pytest.raises(ValueError, match="request a is open already"):
-        RequestServer(rollouts("hf")).serve([twice, twice], [], slice_s=0)
+        rollouts("hf").request_engine().serve([twice, twice], [], slice_s=0)
     setup = RolloutSetup(str(tiny_qwen2), RolloutConfig(name="hf"), STOPS, 0, PROMPT, RESPONSE, load_format="dummy")
     with pytest.raises(StaleWeightsError, match="holds no weights that were pushed completely"):
-        RequestServer(make_rollout("hf", setup)).serve([Request("a", (50,), SamplingParams(3), 0)], [], slice_s=0)
+        make_rollout("hf", setup).request_engine().serve([Request("a", (50,), SamplingParams(3), 0)], [], slice_s=0)

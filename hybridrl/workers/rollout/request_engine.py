@@ -1,10 +1,10 @@
-"""Serve token-in/token-out requests from a rollout, in time slices.
+"""Serve token-in/token-out requests with a rollout, in time slices.
 
-A rollout worker (`ActorRolloutRefWorker`, `ReplicaWorker`) owns one `RequestServer`. The router calls it again and
+A rollout worker (`ActorRolloutRefWorker`, `ReplicaWorker`) owns one `RequestEngine`. The router calls it again and
 again: each call adds requests, works for one time slice and returns the finished ones. Between two calls the process
 can serve other calls, for example a weight push. A call that does not return means that the process is stuck.
 
-An engine over several processes has a `RequestServer` in each of them, and all get the same calls (`EnginePeers`).
+An engine over several processes has a `RequestEngine` in each of them, and all get the same calls (`EnginePeers`).
 
 The `hf` engine generates in batches (`BatchedRequestEngine`), vLLM batches continuously (`VLLMRequestEngine`).
 
@@ -16,15 +16,17 @@ requests in halves, and answers that request alone.
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from hybridrl.errors import DataError, StaleWeightsError
-from hybridrl.workers.rollout.base import Rollout
 from hybridrl.workers.rollout.engine_peers import EnginePeers
 from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +35,58 @@ ERRORS_OF_PROCESS = (StaleWeightsError, torch.AcceleratorError)
 SLICE_S = 0.05  # Seconds a replica works before it accepts new requests; about one decode step of a large model.
 
 
-class RequestServer:
+class EngineHost(Protocol):
+    """The part of a `Rollout` that every request engine uses."""
+
+    setup: Any  # a `RolloutSetup`
+
+    def current_version(self) -> int: ...
+
+    def require_sampling(self, sampling: SamplingParams) -> None: ...
+
+    def stop_condition(self, sampling: SamplingParams) -> StopCondition: ...
+
+
+class RequestEngine(ABC):
     """Serves requests with a rollout. Whole batches can be generated too, but not at the same time.
+
+    `serve` is for every engine. A subclass says how a request is added, what one short step computes, and how a request
+    ends early. What it raises, the requests that it then has or has lost included, is sorted out here.
 
     Args:
         rollout: What generates.
+
+    Attributes:
         peers: The processes of the rollout's engine; None for an engine in this process alone.
     """
 
-    def __init__(self, rollout: Rollout, *, peers: EnginePeers | None = None):
-        self.rollout, self.engine, self._peers = rollout, rollout.request_engine(), peers
-        self._open: dict[str, Request] = {}  # in the engine
+    def __init__(self, rollout: EngineHost):
+        self.rollout = rollout
+        self.peers: EnginePeers | None = None
+        self._unanswered: dict[str, Request] = {}  # added, whatever the subclass still has of them
         self._suspects: deque[list[Request]] = deque()  # groups to serve one after the other: one has raised
         self._waiting: list[Request] = []  # came while there were suspects
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """Open a request."""
+
+    @abstractmethod
+    def step(self) -> list[TokenOutput]:
+        """Run one short step on the open requests and return those that finished."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> TokenOutput | None:
+        """End an open request and return its output, or None if no such request is open."""
 
     def serve(self, requests: Sequence[Request], aborted: Sequence[str], *, slice_s: float) -> list[TokenOutput]:
         """Add requests, abort others, work for one time slice, and return what finished.
 
         A request that cannot be served is finished with reason "error".
+
+        Consumes: New requests and aborts; then the open requests, one step after another.
+        Waits for: The engine's step, and with `peers` for the same step of the other ranks.
+        Unblocked by: The device; the other ranks. It returns when the slice is over or no request is open.
 
         Args:
             requests: to add; their ids must not be open.
@@ -68,7 +104,7 @@ class RequestServer:
         deadline = time.monotonic() + slice_s
         while self.num_open():
             self.rollout.current_version()
-            finished = self._step() if self._open else self._open_waiting()
+            finished = self._step() if self._unanswered else self._open_waiting()
             done += finished
             if self._is_over(time.monotonic() >= deadline, finished):
                 break
@@ -76,18 +112,18 @@ class RequestServer:
 
     def _is_over(self, own: bool, finished: list[TokenOutput]) -> bool:
         """Return whether the time slice is over: this process's, or that of the engine's first rank."""
-        if self._peers is None:
+        if self.peers is None:
             return own
-        return self._peers.is_over(own, finished, num_open=(len(self._open), self.num_open()))
+        return self.peers.is_over(own, finished, num_open=(len(self._unanswered), self.num_open()))
 
     def num_open(self) -> int:
         """Return the number of requests that have no answer yet."""
-        return len(self._open) + len(self._waiting) + sum(map(len, self._suspects))
+        return len(self._unanswered) + len(self._waiting) + sum(map(len, self._suspects))
 
     def _open_waiting(self) -> list[TokenOutput]:
         """Hand requests to the engine: the next group of suspects alone, else all; return those that fail."""
         if self._suspects:
-            return [] if self._open else self._add(self._suspects.popleft())
+            return [] if self._unanswered else self._add(self._suspects.popleft())
         waiting, self._waiting = self._waiting, []
         return self._add(waiting)
 
@@ -95,23 +131,23 @@ class RequestServer:
         """Add requests to the engine; return those that fail."""
         failed = []
         for request in requests:
-            if request.request_id in self._open or self.engine.is_open(request.request_id):
+            if request.request_id in self._unanswered:
                 raise ValueError(f"request {request.request_id} is open already; ids must differ")
             try:
                 self.rollout.require_sampling(request.sampling)
                 self._require_lengths_fit(request)
-                self.engine.add(request)
+                self.add(request)
             except ERRORS_OF_PROCESS:
                 raise
             except Exception as error:
                 failed.append(_failed(request, error))
             else:
-                self._open[request.request_id] = request
+                self._unanswered[request.request_id] = request
         return failed
 
     def _abort(self, name: str) -> TokenOutput | None:
-        self._open.pop(name, None)
-        if (output := self.engine.abort(name)) is not None:
+        self._unanswered.pop(name, None)
+        if (output := self.abort(name)) is not None:
             return output
         for group in (self._waiting, *self._suspects):
             for request in group:
@@ -122,20 +158,20 @@ class RequestServer:
 
     def _step(self) -> list[TokenOutput]:
         try:
-            finished = self.engine.step()
+            finished = self.step()
         except ERRORS_OF_PROCESS:
             raise
         except Exception as error:
             return self._part(error)
         for output in finished:
-            self._open.pop(output.request_id, None)
+            self._unanswered.pop(output.request_id, None)
         return finished
 
     def _part(self, error: Exception) -> list[TokenOutput]:
         """Take the open requests out of the engine and serve them in halves; a single one has failed."""
-        suspects, self._open = list(self._open.values()), {}
+        suspects, self._unanswered = list(self._unanswered.values()), {}
         for request in suspects:
-            self.engine.abort(request.request_id)
+            self.abort(request.request_id)
         if len(suspects) == 1:
             return [_failed(suspects[0], error)]
         logger.warning("one of %d requests raised %s; they are served apart", len(suspects), type(error).__name__)
