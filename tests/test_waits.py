@@ -54,11 +54,13 @@ EXCEPTIONS = {
         "actor._call(name, args, kwargs, record).result()": CALL,
         "argument.wait()": CALL,
     },
-    "serving/agent_loop/batch.py": {"raised.wait()": LOOP, "task.result()": DONE, "task.exception()": DONE},
-    "serving/agent_loop/manager.py": {
+    "serving/agent_loop/batch.py": {
         "self.work.wait()": CALL,
-        "partial.get()": CALL,
+        "raised.wait()": LOOP,
+        "task.result()": DONE,
+        "task.exception()": DONE,
     },
+    "serving/agent_loop/manager.py": {"partial.get()": CALL},
     "serving/agent_loop/episode_clock.py": {"slots.acquire()": LOOP},
     "serving/openai/server.py": {"arrived.get()": LOOP},
     "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},

@@ -7,7 +7,7 @@ Used by agent loops and the OpenAI endpoint, on an event loop in the driver proc
 `routing_table.py` has the state of each replica and decides which one gets a request, `replicas.py` calls it.
 
 Each serving replica has a task, its pump, with one call in flight. The call hands over new requests and returns the
-finished ones (`RequestServer.serve`). A replica is lost when its process is gone or its call exceeds
+finished ones (`RequestEngine.serve`). A replica is lost when its process is gone or its call exceeds
 `progress_timeout_s`. The router sends its open requests to other replicas with the same seeds, so the answers are the
 same, restarts it with the current weights, and routes to it again. `failure_policy.py` limits how often. What a single
 request raises in a replica is the answer of that request (`RequestFailed`). An exception of the call itself is a bug
@@ -43,7 +43,7 @@ class _PendingRequest:
     request: Request
     conversation: str
     future: "asyncio.Future[TokenOutput]"
-    paused: bool = False
+    is_interrupted: bool = False  # it ends now, and its caller continues it
 
 
 @dataclass
@@ -83,7 +83,6 @@ class ReplicaRouter:
         self.outages: list[ReplicaOutage] = []
         self._queues = [_ReplicaQueue() for _ in range(replicas.num_replicas)]
         self._pending: dict[str, _PendingRequest] = {}  # open on a replica in the table, or waiting for one
-        self._moving: set[str] = set()  # requests that are interrupted so that another replica continues them
         self._budgets = Budgets()  # of each replica since its last answer, and of each open request
         self._pumps: dict[int, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(replicas.num_replicas, thread_name_prefix="router")
@@ -165,7 +164,7 @@ class ReplicaRouter:
 
     def _interrupt(self, request_id: str) -> None:
         """End a request with reason "pause" and the tokens so far; its caller continues it."""
-        self._pending[request_id].paused = True
+        self._pending[request_id].is_interrupted = True
         self.abort(request_id)
 
     # -- states of replicas
@@ -207,14 +206,13 @@ class ReplicaRouter:
 
     def balance(self) -> None:
         """Move requests to a replica that has none, from those with several."""
-        self._moving &= self._pending.keys()
-        if not self._moving and any(self.table.load(replica) == 0 for replica in self.table.serving):
+        are_moving = any(pending.is_interrupted for pending in self._pending.values())
+        if not are_moving and any(self.table.load(replica) == 0 for replica in self.table.serving):
             self._move_requests()
 
     def _move_requests(self) -> None:
         for name, replica in self.table.moves():
             self.table.move_conversation(self._pending[name].conversation, replica)
-            self._moving.add(name)
             self._interrupt(name)
 
     def _start(self, replicas: Iterable[int]) -> None:
@@ -242,6 +240,7 @@ class ReplicaRouter:
 
     @property
     def is_paused(self) -> bool:
+        """Whether no calls are made until `resume`. Nothing else holds this state."""
         return not self._resumed.is_set()
 
     async def wait_until_running(self) -> None:
@@ -265,7 +264,7 @@ class ReplicaRouter:
             why = f"request {output.request_id} cannot be served: {output.error}"
             pending.future.set_exception(RequestFailed(why))
         else:
-            was_cut = pending.paused and output.finish_reason == "abort"
+            was_cut = pending.is_interrupted and output.finish_reason == "abort"
             pending.future.set_result(replace(output, finish_reason="pause") if was_cut else output)
 
     def _remove(self, request_id: str, *, abort: bool) -> None:
@@ -378,7 +377,7 @@ class ReplicaRouter:
     def _send_again(self, request_id: str, replica: int, error: Exception) -> None:
         """Assign a lost request to another replica, or end it if it was lost too often."""
         pending = self._pending[request_id]
-        if pending.paused:
+        if pending.is_interrupted:
             self.abort(request_id)
         if pending.future.done():
             return

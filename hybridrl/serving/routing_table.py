@@ -160,10 +160,6 @@ class RoutingTable:
             loads[most], loads[least] = loads[most] - 1, loads[least] + 1
         return found
 
-    def replica_of_conversation(self, conversation: str) -> int | None:
-        """Return the replica that has this conversation, in any state; None if there is none."""
-        return self._conversations.get(conversation)
-
     def load(self, replica: int) -> int:
         """Return the number of requests that are open on this replica."""
         return self._num_open[replica]

@@ -49,6 +49,11 @@ class QueuedWork:
 class PolicyService:
     """Router and event loop of a job. Call its methods from other threads, those that are no coroutines.
 
+    The thread of the event loop:
+        Consumes: Coroutines of other threads (`call`, `submit`).
+        Waits for: Whatever any of its coroutines waits for.
+        Unblocked by: A submitted coroutine; the threads and sockets of its coroutines; `close`, which ends it.
+
     Args:
         replicas: The rollout's processes.
         concurrent: They only generate, so batches run beside training.

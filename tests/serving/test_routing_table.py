@@ -32,7 +32,7 @@ def test_every_request_is_open_on_one_serving_replica_until_it_finishes_or_its_r
         if event == "assign":
             loads = {r: table.load(r) for r in serving}
             conversation = f"conversation {which % 7}"
-            before = table.replica_of_conversation(conversation)
+            before = table._conversations.get(conversation)
             chosen = table.assign(str(number), PROMPTS[prompt], conversation=conversation)
             assert (chosen in serving) if serving else chosen is None
             if chosen is None:
@@ -112,7 +112,7 @@ def test_conversations_that_nobody_ends_are_dropped_the_longest_unused_first(mon
     table = serving_table(2)
     for number, conversation in enumerate("abacd"):
         table.assign(f"request {number}", (number,) * 20, conversation=conversation)
-    assert [table.replica_of_conversation(name) is None for name in "abcd"] == [False, True, False, False]
+    assert [table._conversations.get(name) is None for name in "abcd"] == [False, True, False, False]
 
 
 @settings(max_examples=50, deadline=None)

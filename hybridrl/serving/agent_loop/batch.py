@@ -1,6 +1,4 @@
-"""Generate all responses of one batch concurrently, each by its loop.
-
-Up to a limit of tokens that may be raised later.
+"""Generate all responses of one batch concurrently, each by its loop, up to a limit of tokens that may be raised later.
 
 A limit below `data.max_response_length` is used by partial rollouts. A response with that many tokens waits in the
 middle of a turn, the weights change, and it continues. Of an agent with several conversations, each has the limit.
@@ -11,25 +9,29 @@ Which weights sample a token depends on its place in its conversation alone, as 
 time. A loop with concurrent requests may send one when the batch has reached its limit. It is served at once, perhaps
 with younger weights. Rows of a loop with `has_own_pace` have no limit: only the last call waits for them.
 
-Runs in the driver process, on the router's event loop; `AgentLoopManager` creates it.
+Runs in the driver process, on the router's event loop. `AgentLoopManager` creates it, and the trainer's thread waits in
+`AgentBatch.get`.
 """
 
 import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.errors import CallTimeout
 from hybridrl.failure_policy import Budgets, Failure, FailureKind
+from hybridrl.protocol import DataProto
 from hybridrl.serving.agent_loop import failures
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.recorded_row import RecordedRow
 from hybridrl.serving.continuation import continued, join_chunks, with_reason
+from hybridrl.serving.hybrid import Usage
 from hybridrl.serving.router import ReplicaRouter
+from hybridrl.serving.service import QueuedWork
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class RowClient:
         has_own_pace: The row has no limit.
         turns: Turns so far by their keys, recorded ones included; one with reason "pause" is continued.
         num_open: Turns that the loop waits for.
-        num_waiting: Those of them that wait for a higher limit.
+        num_at_limit: Those of them that wait for a higher limit.
         clock: Its deadlines, which stand still while a request waits for weights.
     """
 
@@ -58,7 +60,7 @@ class RowClient:
     turns: dict[str, TokenOutput] = field(default_factory=dict)
     is_finished: bool = False
     num_open: int = 0
-    num_waiting: int = 0
+    num_at_limit: int = 0
     clock: EpisodeClock = field(default_factory=EpisodeClock)
     _occurrences: Counter[str] = field(default_factory=Counter)
     _num_requests: int = 0  # to the router
@@ -69,7 +71,7 @@ class RowClient:
         """Whether nothing more happens in this row until the limit is raised."""
         if self.is_finished or (self.has_own_pace and not self.batch.is_at_last_limit):
             return True
-        return 0 < self.num_open == self.num_waiting and not self._num_answered
+        return 0 < self.num_open == self.num_at_limit and not self._num_answered
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
         """Return a whole turn.
@@ -94,7 +96,7 @@ class RowClient:
             return replace(turn, request_id=request.request_id)
         finally:
             self.num_open -= 1
-            if self.num_waiting:
+            if self.num_at_limit:
                 self._num_answered += 1
                 asyncio.get_running_loop().call_later(SETTLE_S, self._end_grace)
 
@@ -130,39 +132,56 @@ class RowClient:
         return with_reason(whole, has_all=len(output.token_ids) == left)
 
     async def _wait_for_limit(self) -> None:
-        self.num_waiting += 1
+        self.num_at_limit += 1
         try:
             with self.clock.stopped():
                 await self.batch.wait_for_raised_limit()
         finally:
-            self.num_waiting -= 1
+            self.num_at_limit -= 1
 
 
 class AgentBatch:
-    """Tasks and turns of one batch.
+    """Tasks and turns of one batch, and the future of its columns (`PendingResponses`).
 
-    Use it on the router's event loop, except for `outputs`, `clients` and `rows` while nothing runs.
+    Use it on the router's event loop, except for `get`, and for `outputs`, `clients` and `rows` while nothing runs.
 
     Args:
-        rows: Columns of each row, with its `request`.
+        prompts: The batch.
+        rows: Columns of each row, with its `request`; n adjacent rows per prompt.
         run_loop: Generates the response of a row.
         last_limit: Most tokens of a response; at this limit all rows end.
         has_own_pace: Whether a row has no limit.
         recorded: What a checkpoint has of each row.
+        collect: Returns the columns of this batch as far as it was generated. None: nobody calls `get`.
+
+    Attributes:
+        n: Rows per prompt.
+        limit: Of the running call.
+        requested_limit: Of the last submitted call.
+        work: The last submitted call; None before.
+        chosen: Places of the complete groups of a short round, ascending; None otherwise.
+        usage: Of the calls so far.
     """
 
     def __init__(
         self,
+        prompts: DataProto,
         rows: list[dict[str, Any]],
         run_loop: LoopRunner,
         *,
         last_limit: int,
         has_own_pace: Callable[[Mapping[str, Any]], bool] = lambda row: False,
         recorded: list[RecordedRow] | None = None,
+        collect: Callable[["AgentBatch"], DataProto] | None = None,
     ):
-        self.rows, self.limit, self.last_limit = rows, 0, last_limit
-        self.requested_limit = 0  # of the last submitted call; `limit` is that of the running one
+        self.prompts, self.rows, self.last_limit = prompts, rows, last_limit
+        self.n = len(rows) // len(prompts) if len(prompts) else 1
+        self.limit = self.requested_limit = 0
+        self.work: QueuedWork | None = None
+        self.chosen: list[int] | None = None
+        self.usage = Usage()
         self.router: ReplicaRouter
+        self._collect = collect
         records = recorded or [RecordedRow() for _ in rows]
         self.clients = [
             RowClient(self, has_own_pace(row), record.turns) for row, record in zip(rows, records, strict=True)
@@ -174,6 +193,19 @@ class AgentBatch:
         self._settled = asyncio.Event()
         self._budgets = Budgets()  # of each row
         self._logged: set[str] = set()
+
+    def get(self) -> DataProto:
+        """Wait for what was submitted last, and return the batch that `generate_sequences` would return.
+
+        Called in the trainer's thread. Where responses will be continued, the batch has the prompts of all rows and the
+        columns of `RecordedRow`.
+
+        Raises:
+            CancelledError: The service was closed first.
+        """
+        assert self.work is not None and self._collect is not None  # the manager submits what it has created
+        self.work.wait()
+        return self._collect(self)
 
     async def advance(self, router: ReplicaRouter, limit: int, *, timeout_s: float) -> None:
         """Return when every response has ended or has `limit` tokens.
@@ -221,6 +253,12 @@ class AgentBatch:
             task.cancel()
 
     async def _run_row(self, number: int) -> AgentLoopOutput:
+        """Return the response to a row: the task of the row.
+
+        Consumes: The row; turns and output that a checkpoint has of it.
+        Waits for: Its loop, which waits in `RowClient.generate` or for tools, programs and environments.
+        Unblocked by: What the loop waits for; the loop's deadline; `cancel`, and `advance` when it fails.
+        """
         try:
             return await self._try_row(number)
         except BaseException:
@@ -314,10 +352,9 @@ class AgentBatch:
     def outputs(self) -> list[AgentLoopOutput]:
         return [task.result() for task in self._tasks]
 
-    def outputs_of(self, rows: list[int]) -> list[AgentLoopOutput]:
+    def outputs_of(self, rows: Iterable[int]) -> list[AgentLoopOutput]:
         """Return the outputs of rows that have ended."""
-        tasks = [self._tasks[row] for row in rows]
-        return [task.result() for task in tasks]
+        return [task.result() for task in (self._tasks[row] for row in rows)]
 
 
 def _has_result(task: asyncio.Task[AgentLoopOutput]) -> bool:

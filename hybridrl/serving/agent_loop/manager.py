@@ -13,8 +13,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -35,13 +34,13 @@ from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.agent_loop.failures import leave_out_groups
 from hybridrl.serving.agent_loop.recorded_row import RecordedRow, pop_records, to_columns
 from hybridrl.serving.agent_loop.response_columns import ResponseColumns
-from hybridrl.serving.agent_loop.short_round import ShortRound
+from hybridrl.serving.agent_loop.short_round import chosen_responses, generate_short_round
 from hybridrl.serving.agent_loop.tools.function_tools import load_tools
-from hybridrl.serving.hybrid import HybridRollout, Usage
+from hybridrl.serving.hybrid import HybridRollout
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
 from hybridrl.serving.router import ReplicaRouter
-from hybridrl.serving.service import Generate, PendingLoad, PolicyService, QueuedWork
+from hybridrl.serving.service import Generate, PendingLoad, PolicyService
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.requests import Request
@@ -49,32 +48,6 @@ from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds,
 
 KEY = "actor_rollout_ref.rollout"
 AGENT_METRICS = "rollout/agent/"
-
-
-@dataclass
-class AgentFuture:
-    """Responses in progress, up to the submitted limit."""
-
-    manager: "AgentLoopManager"
-    prompts: DataProto
-    sampling: SamplingParams
-    batch: AgentBatch
-    work: QueuedWork | None = None  # None until `_submit`
-    limit: int = 0  # submitted tokens per response
-    short_round: ShortRound | None = None
-    usage: Usage = field(default_factory=Usage)
-
-    def get(self) -> DataProto:
-        """Wait, and return the batch that `generate_sequences` would return.
-
-        Where responses will be continued, the batch has the prompts of all S rows and the columns of `RecordedRow`.
-
-        Raises:
-            CancelledError: The service was closed first, or the responses have been continued since.
-        """
-        assert self.work is not None  # only submitted futures leave the manager
-        self.work.wait()
-        return self.manager.collect(self)
 
 
 class AgentLoopManager:
@@ -203,41 +176,41 @@ class AgentLoopManager:
         version: int | None,
         max_new_tokens: int | None = None,
         num_prompts: int | None = None,
-    ) -> AgentFuture:
+    ) -> AgentBatch:
         """Start generating responses, or more tokens of open ones.
 
         Args:
-            prompts: As for `generate_sequences`; `non_tensor_batch` has the rows' other columns, for the loops. Or a
-                future of this manager, or one whose `get` returns the incomplete batch from a checkpoint.
+            prompts: As for `generate_sequences`; `non_tensor_batch` has the rows' other columns, for the loops. Or what
+                `submit` returned, or an object whose `get` returns the incomplete batch from a checkpoint.
             version: Version of the weights, the last one pushed.
             max_new_tokens: Most new tokens of each response, tool answers included. None: whole responses.
-            num_prompts: Generate until so many groups are complete, see `ShortRound`. None: all.
+            num_prompts: Generate until so many groups are complete (`short_round`). None: all.
         """
-        limit = self.context.max_response_length if max_new_tokens is None else max_new_tokens
-        if not isinstance(prompts, DataProto):
-            return self._advance(self._reopened(prompts), limit, version=version)
-        sampling = self._sampling(prompts)
-        batch = self._batch(prompts, sampling)
-        future = AgentFuture(self, prompts, sampling, batch)
-        if num_prompts is None:
-            return self._advance(future, limit, version=version)
-        short = ShortRound(batch, sampling.n, num_prompts, limit, self.config.trainer.call_timeout_s)
-        return self._submit(replace(future, limit=limit, short_round=short), short.generate, version=version)
+        batch = self._batch(prompts) if isinstance(prompts, DataProto) else self._reopened(prompts)
+        longest, timeout_s = self.context.max_response_length, self.config.trainer.call_timeout_s
+        limit = min(batch.requested_limit + (longest if max_new_tokens is None else max_new_tokens), longest)
+        generate: Generate = partial(batch.advance, limit=limit, timeout_s=timeout_s)
+        if num_prompts is not None:
+            generate = partial(
+                *(generate_short_round, batch), num_groups=num_prompts, max_new_tokens=limit, timeout_s=timeout_s
+            )
+        batch.requested_limit = limit
+        batch.work = self._opened().generate(version, generate, batch.usage)
+        return batch
 
-    def _reopened(self, partial: Any) -> AgentFuture:
-        """Return a future whose loops can continue, of open responses as `submit` gets them."""
-        if not isinstance(partial, AgentFuture):
+    def _reopened(self, partial: Any) -> AgentBatch:
+        """Return a batch whose loops can continue, of open responses as `submit` gets them."""
+        if not isinstance(partial, AgentBatch):
             return self._restore(partial.get())
-        return self._restore(self._incomplete_batch(partial)) if partial.batch.was_aborted else partial
+        return self._restore(_incomplete_batch(partial)) if partial.was_aborted else partial
 
     def generate_on(
         self, group: Any, prompts: DataProto, *, version: int | None, resync: Resync | None = None
     ) -> DataProto:
         """Return whole responses from another group's processes. Blocks; an evaluator calls it in any thread."""
-        sampling = self._sampling(prompts)
         copied = copy.copy(self)
         copied._loops, copied.metrics = {}, {}  # a loop may hold objects that belong to one event loop
-        batch = copied._batch(prompts, sampling)
+        batch = copied._batch(prompts)
 
         async def run() -> None:
             async with ReplicaRouter(self._replicas(group, version=version, resync=resync)) as router:
@@ -249,73 +222,50 @@ class AgentLoopManager:
             asyncio.run(run())
         finally:
             copied._close_loops()
-        return copied._to_batch(prompts, batch.outputs, sampling)
+        return copied._to_batch(prompts, batch.outputs)
 
-    def _advance(self, future: AgentFuture, max_new_tokens: int, *, version: int | None) -> AgentFuture:
-        batch, timeout_s = future.batch, self.config.trainer.call_timeout_s
-        limit = min(batch.requested_limit + max_new_tokens, self.context.max_response_length)
-        batch.requested_limit = limit
-        return self._submit(
-            replace(future, limit=limit), partial(batch.advance, limit=limit, timeout_s=timeout_s), version=version
-        )
-
-    def _submit(self, future: AgentFuture, generate: Generate, *, version: int | None) -> AgentFuture:
-        return replace(future, work=self._opened().generate(version, generate, future.usage))
-
-    def collect(self, future: AgentFuture) -> DataProto:
-        """Return the columns of a finished future, and update the replica metrics."""
+    def _collect(self, batch: AgentBatch) -> DataProto:
+        """Return the columns of a batch as far as it was generated, and update the replica metrics."""
         outages = [*self._past_outages, *([] if self._service is None else self._service.router.outages)]
         self.metrics["rollout/replicas_lost"] = float(len(outages))
         self.metrics["rollout/requests_retried"] = float(sum(outage.num_retried for outage in outages))
-        self.metrics |= future.usage.metrics() if self._is_hybrid else {}
-        if future.short_round is not None:
-            return self._to_batch(*future.short_round.complete(future.prompts), future.sampling)
-        if future.batch.limit != future.limit and not future.batch.is_complete:
-            raise CancelledError(
-                f"responses of {future.limit} tokens have since been continued to {future.batch.limit}"
-            )
-        if future.batch.limit < self.context.max_response_length:
-            return self._incomplete_batch(future)
-        return self._to_batch(future.prompts, future.batch.outputs, future.sampling)
+        self.metrics |= batch.usage.metrics() if self._is_hybrid else {}
+        if batch.chosen is not None:
+            return self._to_batch(*chosen_responses(batch))
+        if batch.limit < batch.last_limit:
+            return _incomplete_batch(batch)
+        return self._to_batch(batch.prompts, batch.outputs)
 
-    def _incomplete_batch(self, future: AgentFuture) -> DataProto:
-        rows = future.prompts.repeat(future.sampling.n, interleave=True)
-        seeds = torch.tensor([row["request"].seed for row in future.batch.rows], dtype=torch.int64)
-        recorded = to_columns(future.batch.records())
-        limit = torch.full((len(rows),), future.batch.limit, dtype=torch.int64)
-        columns = cast(dict[str, torch.Tensor], dict(rows.batch.items())) | {"seeds": seeds, "limit": limit}
-        return DataProto.from_dict(columns, rows.non_tensor_batch | recorded, meta_info=dict(rows.meta_info))
-
-    def _restore(self, rows: DataProto) -> AgentFuture:
-        """Return a future that continues what `_incomplete_batch` wrote."""
-        sampling = self._sampling(rows)
+    def _restore(self, rows: DataProto) -> AgentBatch:
+        """Return a batch that continues what `_incomplete_batch` wrote."""
         rows = rows.select()
         recorded = pop_records(rows.non_tensor_batch)
-        prompts = rows.select_idxs(torch.arange(len(rows)) % sampling.n == 0)
+        prompts = rows.select_idxs(torch.arange(len(rows)) % self._sampling(rows).n == 0)
         limit = int(cast(torch.Tensor, prompts.batch.pop("limit"))[0]) if len(prompts) else 0
-        batch = self._batch(prompts, sampling, recorded=recorded)
+        batch = self._batch(prompts, recorded=recorded)
         batch.requested_limit = limit
-        return AgentFuture(self, prompts, sampling, batch)
+        return batch
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
         request = GenerationRequest.of(prompts.meta_info)
         return sampling_params(self.config, validate=request.validate, seed=request.seed, greedy=request.greedy)
 
-    def _batch(
-        self, prompts: DataProto, sampling: SamplingParams, *, recorded: list[RecordedRow] | None = None
-    ) -> AgentBatch:
+    def _batch(self, prompts: DataProto, *, recorded: list[RecordedRow] | None = None) -> AgentBatch:
         self._num_calls += 1
+        sampling = self._sampling(prompts)
         one = replace(sampling, n=1)
 
         async def run_loop(row: dict[str, Any], is_retry: bool) -> AgentLoopOutput:
             return await self._run_row(row, one, is_retry=is_retry)
 
         return AgentBatch(
+            prompts,
             self._rows(prompts, sampling),
             run_loop,
             last_limit=self.context.max_response_length,
             has_own_pace=lambda row: lookup_agent_loop(self._loop_name(row)).has_own_pace,
             recorded=recorded,
+            collect=self._collect,
         )
 
     def _loop_name(self, row: Mapping[str, Any]) -> str:
@@ -355,8 +305,8 @@ class AgentLoopManager:
                 rows.append(own | {"request": request})
         return rows
 
-    def _to_batch(self, prompts: DataProto, outputs: list[AgentLoopOutput], sampling: SamplingParams) -> DataProto:
-        agent = self.config.actor_rollout_ref.rollout.agent
+    def _to_batch(self, prompts: DataProto, outputs: list[AgentLoopOutput]) -> DataProto:
+        agent, sampling = self.config.actor_rollout_ref.rollout.agent, self._sampling(prompts)
         outputs = leave_out_groups(outputs, n=sampling.n, min_share=agent.min_group_share)
         self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith(AGENT_METRICS)}
         self.metrics |= _summed_counts(outputs)
@@ -376,3 +326,13 @@ def _summed_counts(outputs: list[AgentLoopOutput]) -> dict[str, float]:
     """Return the sums of the responses' own counts, as metrics."""
     names = sorted({name for out in outputs for name in out.counts})
     return {f"{AGENT_METRICS}{name}": sum(out.counts.get(name, 0.0) for out in outputs) for name in names}
+
+
+def _incomplete_batch(batch: AgentBatch) -> DataProto:
+    """Return the prompts of all rows, and what a resumed run needs of their responses."""
+    rows = batch.prompts.repeat(batch.n, interleave=True)
+    seeds = torch.tensor([row["request"].seed for row in batch.rows], dtype=torch.int64)
+    limit = torch.full((len(rows),), batch.limit, dtype=torch.int64)
+    columns = cast(dict[str, torch.Tensor], dict(rows.batch.items())) | {"seeds": seeds, "limit": limit}
+    others = rows.non_tensor_batch | to_columns(batch.records())
+    return DataProto.from_dict(columns, others, meta_info=dict(rows.meta_info))

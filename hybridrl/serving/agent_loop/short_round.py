@@ -1,4 +1,4 @@
-"""`ShortRound`: agent loops generate until enough groups are complete, and the other loops end.
+"""Short rounds: agent loops generate until enough groups are complete, and the other loops end.
 
 A short round of tail batching (RollPacker, arXiv 2509.21009) ends when enough groups are complete. Here "first" counts
 tokens and not seconds: a round trains on the groups whose longest response is the shortest. All responses grow together
@@ -13,7 +13,6 @@ and none has to be aborted there. Runs in the driver. Shapes: S rows, n adjacent
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -51,44 +50,38 @@ def shortest_groups(lengths_S: Sequence[int | None], *, n: int, num_groups: int,
     return sorted(place for _, place in sorted(longest)[:num_groups]) if len(longest) >= num_groups else None
 
 
-@dataclass
-class ShortRound:
-    """A short round of tail batching.
+async def generate_short_round(
+    batch: AgentBatch, router: ReplicaRouter, *, num_groups: int, max_new_tokens: int, timeout_s: float
+) -> None:
+    """Return when enough groups of a new batch are complete (`batch.chosen`) and the other loops have ended.
 
-    Attributes:
+    Consumes: The batch's rows, limit by limit.
+    Waits for: The rows to end or to wait at the limit, up to `timeout_s` seconds for each limit.
+    Unblocked by: `AgentBatch.advance`.
+
+    Args:
         batch: New rows, n adjacent ones per group.
-        n: Responses per group.
+        router: Answers their requests.
         num_groups: Groups that are wanted.
         max_new_tokens: Most tokens of a response.
         timeout_s: Deadline of each limit.
-        chosen: Places of the complete groups, ascending; None before the round has ended.
+
+    Raises:
+        CallTimeout: See `AgentBatch.advance`.
     """
+    try:
+        for limit in round_limits(max_new_tokens):
+            await batch.advance(router, limit, timeout_s=timeout_s)
+            batch.chosen = shortest_groups(batch.lengths, n=batch.n, num_groups=num_groups, limit=limit)
+            if batch.chosen is not None:
+                return
+    finally:
+        await batch.cancel()
 
-    batch: AgentBatch
-    n: int
-    num_groups: int
-    max_new_tokens: int
-    timeout_s: float
-    chosen: list[int] | None = None
 
-    async def generate(self, router: ReplicaRouter) -> None:
-        """Return when enough groups are complete and the other loops have ended.
-
-        Raises:
-            CallTimeout: See `AgentBatch.advance`.
-        """
-        try:
-            for limit in round_limits(self.max_new_tokens):
-                await self.batch.advance(router, limit, timeout_s=self.timeout_s)
-                self.chosen = shortest_groups(self.batch.lengths, n=self.n, num_groups=self.num_groups, limit=limit)
-                if self.chosen is not None:
-                    return
-        finally:
-            await self.batch.cancel()
-
-    def complete(self, prompts: DataProto) -> tuple[DataProto, list[AgentLoopOutput]]:
-        """Return the chosen prompts, with their places in `meta_info[CHOSEN_GROUPS]`, and their outputs."""
-        assert self.chosen is not None, "at the last limit all loops have ended"
-        of_chosen = prompts.select_idxs(torch.tensor(self.chosen))
-        of_chosen.meta_info = of_chosen.meta_info | {CHOSEN_GROUPS: self.chosen}
-        return of_chosen, self.batch.outputs_of([group * self.n + i for group in self.chosen for i in range(self.n)])
+def chosen_responses(batch: AgentBatch) -> tuple[DataProto, list[AgentLoopOutput]]:
+    """Return the chosen prompts, with their places in `meta_info[CHOSEN_GROUPS]`, and their outputs."""
+    assert batch.chosen is not None, "at the last limit all loops have ended"
+    prompts = batch.prompts.select_idxs(torch.tensor(batch.chosen))
+    prompts.meta_info = prompts.meta_info | {CHOSEN_GROUPS: batch.chosen}
+    return prompts, batch.outputs_of(group * batch.n + i for group in batch.chosen for i in range(batch.n))

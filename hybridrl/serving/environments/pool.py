@@ -36,7 +36,12 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def take(self, clock: EpisodeClock) -> AsyncIterator[EnvironmentProcess]:
-        """Give one process, for one episode. It is ended if the block raises or is cancelled."""
+        """Give one process, for one episode. It is ended if the block raises or is cancelled.
+
+        Consumes: An idle process, or a new one.
+        Waits for: A slot; the process to load the environment.
+        Unblocked by: An episode that ends, or waits for new weights; the process, or its deadline.
+        """
         async with clock.hold(slots(self.spec.num_processes, of=self)):
             process = self._pop() or EnvironmentProcess(self.spec)
             try:

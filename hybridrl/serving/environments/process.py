@@ -94,7 +94,13 @@ class EnvironmentProcess(ChildProgram):
         await self._call("close")
 
     def end_soon(self) -> None:
-        """Kill the process and all that it started, without waiting for that."""
+        """Kill the process and all that it started, without waiting for that.
+
+        The thread of `end`:
+            Consumes: Nothing.
+            Waits for: The processes to end.
+            Unblocked by: The kernel; the deadlines of `end`.
+        """
         self.socket.close()
         threading.Thread(target=self.end, name="end of an environment", daemon=True).start()
 
@@ -117,7 +123,7 @@ class EnvironmentProcess(ChildProgram):
         raise AgentFailed(what, cause=kinds[0][:80])
 
     async def _answer(self, what: str, frame: bytes, *, timeout_s: float) -> tuple[str, Any]:
-        """Send a frame and return kind and value of the answer to it."""
+        """Return what `_exchange` returns within a time. Raises as `reset`."""
         name = self.spec.name
         try:
             async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s) as limit:
@@ -134,6 +140,12 @@ class EnvironmentProcess(ChildProgram):
             raise AgentFailed(f"the process of the environment {name!r} {how} in `{what}`", cause=CRASHED) from error
 
     async def _exchange(self, frame: bytes) -> tuple[str, Any]:
+        """Send a frame and return kind and value of the answer to it.
+
+        Consumes: What the process writes to its socket.
+        Waits for: The answer.
+        Unblocked by: The process, or its end; the caller's deadline, which cancels this.
+        """
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self.socket, frame)
         while data := await loop.sock_recv(self.socket, 1 << 20):

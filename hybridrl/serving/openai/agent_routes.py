@@ -124,7 +124,12 @@ def episode_routes(queue: EpisodeQueue, connections: Connections, *, model: str)
     """Return the routes of episodes. model: name of the policy."""
 
     async def claim(request: web.Request) -> web.Response:
-        """Consumes an offer. Waits for one up to `wait_s`; the `offer` of an agent loop unblocks it."""
+        """Let a program claim an episode.
+
+        Consumes: The oldest offer.
+        Waits for: An offer, up to `wait_s` seconds, looking every `POLL_PERIOD_S` seconds.
+        Unblocked by: `EpisodeQueue.offer` of an agent loop.
+        """
         wait_s = _wait_in(await connections.read_body(request))
         until = time.monotonic() + wait_s
         while (episode := queue.claim()) is None:

@@ -87,7 +87,12 @@ class Connections:
         return _Refusal() if num_counted >= MAX_CONNECTIONS else self._server()
 
     async def _sweep(self) -> None:
-        """Close idle connections, looking every `SWEEP_PERIOD_S` seconds until `close` cancels it."""
+        """Close idle connections.
+
+        Consumes: The connections that are open.
+        Waits for: The next look, `SWEEP_PERIOD_S` seconds later.
+        Unblocked by: The time; `close` cancels it.
+        """
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
             self.close_idle(time.monotonic())

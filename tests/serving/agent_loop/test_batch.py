@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.errors import AgentFailed
+from hybridrl.protocol import DataProto
 from hybridrl.serving.agent_loop import batch as batch_module
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput
 from hybridrl.serving.agent_loop.batch import AgentBatch
@@ -75,7 +76,7 @@ def new_batch(play: Callable, *, num_rows: int = 1, timeout_s: float = 60.0, **m
         return await loop.run_in_time(SamplingParams(LENGTH), **row)
 
     rows = [{"request": Request(f"r{i}", (1, 2), SamplingParams(LENGTH), i)} for i in range(num_rows)]
-    return AgentBatch(rows, run_loop, last_limit=LENGTH, **more)
+    return AgentBatch(DataProto(), rows, run_loop, last_limit=LENGTH, **more)
 
 
 async def advance(batch: AgentBatch, policy: Policy, limit: int, *, version: int) -> None:

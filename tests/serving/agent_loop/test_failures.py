@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from hybridrl.errors import AgentFailed, CallTimeout, ConfigError, DataError, RequestFailed, WorkerLost
+from hybridrl.protocol import DataProto
 from hybridrl.serving.agent_loop import failures
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput
 from hybridrl.serving.agent_loop.batch import AgentBatch
@@ -60,7 +61,7 @@ async def generate(tries: Counter, loops: list[Shaky]) -> list[AgentLoopOutput]:
         loops.append(loop)
         return await loop.run_in_time(SAMPLING, **row)
 
-    batch = AgentBatch(rows, run_loop, last_limit=4)
+    batch = AgentBatch(DataProto(), rows, run_loop, last_limit=4)
     await batch.advance(Policy(), 4, timeout_s=120)
     assert batch.is_complete
     return batch.outputs
@@ -134,7 +135,10 @@ def test_a_bug_ends_the_batch_with_its_own_type():
         raise AssertionError
 
     batch = AgentBatch(
-        [{"request": Request(str(seed), (1,), SAMPLING, seed)} for seed in range(3)], run_loop, last_limit=4
+        DataProto(),
+        [{"request": Request(str(seed), (1,), SAMPLING, seed)} for seed in range(3)],
+        run_loop,
+        last_limit=4,
     )
     with pytest.raises(TypeError, match="no such argument"):
         asyncio.run(batch.advance(Policy(), 4, timeout_s=120))

@@ -146,7 +146,12 @@ def load_program(program: str) -> tuple[Callable | None, list[str]]:
 
 
 async def _run_command(command: list[str], environment: dict[str, str]) -> None:
-    """Return when the command has ended well. Raises AgentFailed otherwise. It ends when the caller is cancelled."""
+    """Return when the command has ended well. Raises AgentFailed otherwise. It ends when the caller is cancelled.
+
+    Consumes: The command's exit status.
+    Waits for: Its end, looking every `POLL_PERIOD_S` seconds.
+    Unblocked by: The command; the caller's deadline, which cancels this.
+    """
     limits = ProcessLimits(output_mb=MAX_OUTPUT_MB)
     child = ChildProcess(command, limits=limits, environment={**os.environ, **environment})
     try:

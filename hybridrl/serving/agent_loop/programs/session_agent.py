@@ -14,7 +14,7 @@ takes no more requests, and the row is offered again within the budget of `failu
 import asyncio
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, HybridRLError, RequestFailed
@@ -35,56 +35,53 @@ from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 
-@dataclass
-class LoopClient:
-    """The policy of a row, for the endpoint, which may run on another event loop.
+@dataclass(eq=False)  # it and its session refer to each other
+class SessionEpisode:
+    """The session of one row, and the row's policy for the endpoint, which may run on another event loop.
 
     Attributes:
+        policy: Answers the session's requests.
+        loop: Event loop of `policy`.
         failure: What ended the policy, such as a lost rollout process. An agent sees a status of HTTP; this is for the
             trainer.
     """
 
-    client: PolicyClient
-    loop: asyncio.AbstractEventLoop
-    failure: Exception | None = None
-
-    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
-        try:
-            if asyncio.get_running_loop() is self.loop:
-                return await self.client.generate(request, conversation=conversation)
-            work = self.client.generate(request, conversation=conversation)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
-        except RequestFailed:
-            raise
-        except HybridRLError as error:
-            self.failure = error
-            raise
-
-
-@dataclass
-class SessionEpisode:
-    """The session of one row."""
-
     host: SessionHost
-    session: Session
-    client: LoopClient
+    policy: PolicyClient
+    loop: asyncio.AbstractEventLoop
     columns: dict[str, Any]
     context: AgentLoopContext
     clock: EpisodeClock
+    session: Session = field(init=False)
+    failure: Exception | None = None
 
     @classmethod
     def open(
         cls, name: str, context: AgentLoopContext, sampling: SamplingParams, row: dict[str, Any]
     ) -> "SessionEpisode":
         """Return the episode of a row. Raises ConfigError without an endpoint. name: of the agent loop."""
-        if context.session_host is None:
+        if (host := context.session_host) is None:
             raise ConfigError(f"the agent loop {name} needs actor_rollout_ref.rollout.endpoint_port")
-        request, client = row["request"], LoopClient(row["client"], asyncio.get_running_loop())
-        limits = (context.max_prompt_length, context.max_response_length)
-        session = context.session_host.sessions.open_episode(
-            EpisodeLimits(client, sampling, request.seed, request.sample, *limits)
+        request, loop = row["request"], asyncio.get_running_loop()
+        episode = cls(host, row["client"], loop, columns_of(row), context, EpisodeClock.of(row))
+        lengths = (context.max_prompt_length, context.max_response_length)
+        episode.session = host.sessions.open_episode(
+            EpisodeLimits(episode, sampling, request.seed, request.sample, *lengths)
         )
-        return cls(context.session_host, session, client, columns_of(row), context, EpisodeClock.of(row))
+        return episode
+
+    async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
+        """Return the policy's answer. The endpoint calls it on its own event loop."""
+        try:
+            answer = self.policy.generate(request, conversation=conversation)
+            if asyncio.get_running_loop() is self.loop:
+                return await answer
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, self.loop))
+        except RequestFailed:
+            raise
+        except HybridRLError as error:
+            self.failure = error
+            raise
 
     @property
     def ended_by_length(self) -> bool:
@@ -103,8 +100,8 @@ class SessionEpisode:
             AgentFailed: The agent has sent no request, or its reward is not finite.
             TypeError: Its reward is no number.
         """
-        if self.client.failure is not None:
-            raise self.client.failure
+        if self.failure is not None:
+            raise self.failure
         reward = None if returned is None else as_number(returned)
         if returned is not None and reward is None:
             raise TypeError(f"{agent} returned {returned!r}; an agent returns its reward, or None")
@@ -158,7 +155,7 @@ class SessionAgentLoop(AgentLoop):
         try:
             reward = await self.play(episode)
         except AgentFailed:
-            if episode.client.failure is None and not episode.ended_by_length:
+            if episode.failure is None and not episode.ended_by_length:
                 raise
             reward = None
         finally:
@@ -179,6 +176,7 @@ class OutsideAgentLoop(SessionAgentLoop):
     async def play(self, episode: SessionEpisode) -> float | None:
         """Return the reward that the program says.
 
+        Consumes: The program's end of the episode.
         Waits for: A program that claims the episode, and its end.
         Unblocked by: The endpoint's handlers of `/v1/episodes`; the deadline, once it is claimed.
         """

@@ -81,6 +81,12 @@ class _Call:
             _abandoned[self.function] += self._is_abandoned
 
     def _run(self, run: Callable[[], Any]) -> None:
+        """Call the function in its thread.
+
+        Consumes: The arguments.
+        Waits for: The function, without a deadline: a thread cannot be ended.
+        Unblocked by: The function's return or exception.
+        """
         value, error = None, None
         try:
             value = run()
