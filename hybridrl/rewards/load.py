@@ -1,5 +1,6 @@
 """Build the reward manager that a config selects, and test its reward function before anything else starts."""
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,12 @@ from hybridrl.config.schema.ppo import CustomRewardConfig, PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.rewards import sandbox
 from hybridrl.rewards.function_address import FunctionAddress
-from hybridrl.rewards.manager import Scorer
+from hybridrl.rewards.manager import RewardManager, Scorer
 from hybridrl.rewards.process import LoadFailure
 
 MAX_PROCESSES = 4  # default: calls that hang are waited for in parallel, and the machine keeps its other cores
 START_S = 1.0  # of the time of a reward call: for the namespaces of a program, and to compare
+MEMBERS = ("check_function", "close")  # of `Scorer`, beside its call
 HINTS = {
     "path": "give an existing .py file or an importable module",
     "name": "set custom_reward_function.name to the function's name in that file",
@@ -45,20 +47,43 @@ def load_reward_manager(
     """
     model = config.reward_model
     function = score_function(config, compute_score)
-    manager = REWARD_MANAGERS.lookup(model.reward_manager)(
-        tokenizer,
-        num_examine,
-        function,
-        num_processes=num_processes(config),
-        timeout_s=model.timeout_s,
-        max_response_length=config.data.max_response_length,
-        overlong_buffer=model.overlong_buffer,
-        validate=validate,
+    settings = {
+        "num_processes": num_processes(config),
+        "timeout_s": model.timeout_s,
+        "max_response_length": config.data.max_response_length,
+        "overlong_buffer": model.overlong_buffer,
+        "validate": validate,
         **({"limits": RewardLimits.of(model.limits)} if model.limits else {}),
-    )
+    }
+    manager = _constructed(model.reward_manager, (tokenizer, num_examine, function), settings)
     if not function.is_built_in and (failure := manager.check_function()) is not None:
         manager.close()
         raise ConfigError(describe_failure(config.custom_reward_function, failure, function))
+    return manager
+
+
+def _constructed(name: str, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Scorer:
+    """Return the manager of this name, with these arguments of its constructor.
+
+    Raises:
+        ConfigError: It takes other arguments, or it leaves out what the driver needs: it may be one for verl.
+    """
+    cls = REWARD_MANAGERS.lookup(name)
+    key, own = f"reward_model.reward_manager={name}", f"{cls.__name__}.__init__"
+    try:
+        inspect.signature(cls).bind(*arguments, **settings)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}: {own} does not take what it gets ({error}); take *args and **kwargs, and pass them on"
+        ) from error
+    manager: Scorer = cls(*arguments, **settings)
+    if isinstance(manager, RewardManager) and not hasattr(manager, "processes"):
+        raise ConfigError(f"{key}: {own} does not call super().__init__(*args, **kwargs), which starts what calls need")
+    if missing := [member for member in MEMBERS if not hasattr(manager, member)]:
+        raise ConfigError(
+            f"{key}: {cls.__name__} has no {', '.join(missing)}; derive it from hybridrl.rewards.RewardManager and "
+            "override run_calls or adjust (docs/extending.md)"
+        )
     return manager
 
 
@@ -69,7 +94,8 @@ def score_function(config: PPOConfig, compute_score: Callable[..., Any] | None) 
         ConfigError: There is none, or the program's function cannot be sent to a process.
     """
     custom = config.custom_reward_function
-    arguments = REWARD_MANAGERS.lookup(config.reward_model.reward_manager).arguments
+    manager = REWARD_MANAGERS.lookup(config.reward_model.reward_manager)
+    arguments = getattr(manager, "arguments", RewardManager.arguments)
     if compute_score is not None:
         try:
             return FunctionAddress.of(compute_score, kwargs=custom.kwargs, arguments=arguments)

@@ -160,12 +160,15 @@ def surrogate_terms(
     bypass = correction if correction is not None and correction.bypass_mode else None
     mode = "bypass_mode" if bypass else config.policy_loss.loss_mode
     surrogate = get_policy_loss(mode)
-    names = list(inspect.signature(surrogate).parameters)
-    settings = asdict(config.policy_loss) | (_bypass_settings(bypass) if bypass else {})
-    own_settings = {name: value for name, value in settings.items() if name in names}
-    own_columns = [name for name in names[NUM_LOSS_TENSORS:] if name.endswith("_BT")]
+    parameters = inspect.signature(surrogate).parameters
+    names, takes_all = list(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    clip = {"clip_low": low, "clip_high": high, "clip_c": config.clip_ratio_c}
+    settings = asdict(config.policy_loss) | (_bypass_settings(bypass) if bypass else {})
+    own_settings = {name: value for name, value in settings.items() if name in names}
+    own_settings |= {name: value for name, value in clip.items() if takes_all or name in names}
+    own_columns = [name for name in names[NUM_LOSS_TENSORS:] if name.endswith("_BT")]
 
     def terms(outputs: dict[str, torch.Tensor], rows: DataProto, reduce: Reduce) -> Terms:
         parts = surrogate(
@@ -173,9 +176,6 @@ def surrogate_terms(
             rows.batch["old_log_probs"],
             rows.batch["advantages"],
             rows.batch["response_mask"].float(),
-            clip_low=low,
-            clip_high=high,
-            clip_c=config.clip_ratio_c,
             **own_settings,
             **{name: _column(rows, name, mode) for name in own_columns},
         )

@@ -372,6 +372,38 @@ def test_a_manager_of_the_users_is_named_by_its_import_path(tmp_path, loaded):
         loaded(make_config(kind="no_such_module:Halved"))
 
 
+VERLS = """
+class Plain:
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", **kwargs):
+        self.tokenizer = tokenizer
+    def __call__(self, data, return_dict=False):
+        return data
+class Narrow(Plain):
+    def __init__(self, tokenizer, num_examine, compute_score=None):
+        self.tokenizer = tokenizer
+from hybridrl.rewards import RewardManager
+class Derived(RewardManager):
+    __init__, __call__ = Plain.__init__, Plain.__call__
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Plain", "Plain has no check_function, close; derive it from hybridrl.rewards.RewardManager"),
+        (
+            "Narrow",
+            r"Narrow.__init__ does not take what it gets \(got an unexpected keyword argument 'num_processes'\)",
+        ),
+        ("Derived", r"Derived.__init__ does not call super\(\).__init__\(\*args, \*\*kwargs\)"),
+    ],
+)
+def test_a_manager_for_verl_is_refused_before_the_run(tmp_path, loaded, name, problem):
+    (tmp_path / "verls.py").write_text(VERLS)
+    with pytest.raises(ConfigError, match=rf"^reward_model.reward_manager=.*:{name}: {problem}"):
+        loaded(make_config(kind=f"{tmp_path / 'verls.py'}:{name}"))
+
+
 def make_config(path=None, *, kind="naive", **custom) -> PPOConfig:
     settings = {
         "custom_reward_function": {"path": path and str(path), **custom},

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from hybridrl.algos.policy_losses import POLICY_LOSSES, PolicyLoss, register_policy_loss
 from hybridrl.config.schema.rollout_correction import RolloutCorrectionConfig, correction_plan
 from hybridrl.config.schema.workers import ActorConfig, PolicyLossConfig
 from hybridrl.errors import DataError
@@ -134,3 +135,23 @@ def test_log_probs_of_the_step_itself_give_the_ratio_one_and_the_gradient_of_the
     assert outputs["log_probs"].grad.tolist() == [[-1.5, -1.5, 0.0]] and float(stats["actor/ppo_kl"]) == 0
     kept = own.columns()
     assert kept["old_log_probs"].tolist() == [[-1.0, -2.0, 0.0]] and kept["batch_row"].tolist() == [7]
+
+
+def test_a_loss_without_clip_ranges_gets_none():
+    def reinforce(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT):
+        never_BT = torch.zeros_like(log_probs_BT, dtype=torch.bool)
+        return PolicyLoss(-advantages_BT * log_probs_BT, never_BT, never_BT, 0 * log_probs_BT.detach())
+
+    register_policy_loss("no_range")(reinforce)
+    try:
+        columns = {
+            "response_mask": torch.ones(1, 1),
+            "old_log_probs": torch.zeros(1, 1),
+            "advantages": torch.ones(1, 1),
+        }
+        config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="no_range"))
+        loss_fn = actor_loss(config, GlobalCounts(num_tokens=1.0, num_seqs=1.0))
+        loss, _ = loss_fn({"log_probs": torch.full((1, 1), -2.0)}, DataProto.from_dict(tensors=columns))
+        assert float(loss) == 2.0
+    finally:
+        POLICY_LOSSES.pop("no_range")

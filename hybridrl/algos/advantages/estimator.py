@@ -12,7 +12,7 @@ here adds the KL penalty (see `kl.apply_kl_penalty`), and nothing has a gradient
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +56,19 @@ HINTS = {
     "old_log_probs_BT": "needs old_log_probs_BT, got None",
     "components_BK": "needs several rewards per response (components_BK), got None",
 }
+OF_VERL = ("index", "config")
+"""Arguments of verl's estimators: the group of each row as an array, and the settings in `VerlSettings`."""
+
+
+class VerlSettings(NamedTuple):
+    """What an estimator written for verl reads as `config`."""
+
+    gamma: float
+    lam: float
+    norm_adv_by_std_in_grpo: bool
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
 
 
 @dataclass(frozen=True)
@@ -176,6 +189,10 @@ class AdvantageEstimator:
 
     def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
         parameters = inspect.signature(self.fn).parameters
+        if "config" in parameters:
+            given = given | {"config": VerlSettings(given["gamma"], given["lam"], given["norm_by_std"])}
+        if "index" in parameters:
+            given = given | {"index": given["group_B"].cpu().numpy()}
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         return {name: value for name, value in given.items() if takes_all or name in parameters}
 
@@ -194,7 +211,8 @@ def register_adv_est(
     It is called as fn(token_level_rewards_BT, response_mask_BT, **kwargs) and returns (advantages_BT, returns_BT). With
     `per_response` it is called as fn(scores_B, lengths_B, **kwargs) and returns advantages_B: `scores_B` float64 are
     the sums of the rewards, `lengths_B` int64 the numbers of tokens. The kwargs are those of
-    `AdvantageEstimator.__call__` that its signature names. Rows with a failed reward have an empty mask, or length 0.
+    `AdvantageEstimator.__call__` that its signature names. One that was written for verl also gets its `index` and
+    `config`. Rows with a failed reward have an empty mask, or length 0.
 
     Args:
         name: A str, or a member of an Enum whose value is one.
@@ -209,9 +227,10 @@ def register_adv_est(
     def decorate(fn: AdvantageFn) -> AdvantageFn:
         positional = ("scores_B", "lengths_B") if per_response else ("token_level_rewards_BT", "response_mask_BT")
         what = f"the advantage estimator {str(getattr(name, 'value', name))!r}"
-        check_signature(fn, what=what, positional=positional, offered=(*OFFERED, *needs))
+        check_signature(fn, what=what, positional=positional, offered=(*OFFERED, *OF_VERL, *needs))
+        is_of_groups = needs_group or "index" in inspect.signature(fn).parameters
         estimator = AdvantageEstimator(
-            str(getattr(name, "value", name)), fn, needs_critic, needs_group, tuple(needs), per_response, masks
+            str(getattr(name, "value", name)), fn, needs_critic, is_of_groups, tuple(needs), per_response, masks
         )
         ADVANTAGE_ESTIMATORS.enter(name, estimator)
         return fn

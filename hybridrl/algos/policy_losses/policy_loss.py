@@ -4,6 +4,7 @@ Shape letters: B rows, T response tokens. Losses are 0 off the mask and have the
 `aggregate.agg_loss` reduces them to one number. Entropy bonus and KL term are not added here.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 
 from hybridrl.algos.row_wise import is_one_value
 from hybridrl.algos.shapes import check_same_shape
+from hybridrl.errors import ConfigError
 from hybridrl.registry import Registry
 
 MAX_LOG_RATIO = 20.0
@@ -37,6 +39,9 @@ class PolicyLoss(NamedTuple):
     rejected_BT: torch.Tensor | None = None
 
 
+SIGNATURE = (
+    "log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low=0.2, clip_high=0.2, clip_c=3.0, **_"
+)
 PolicyLossFn = Callable[..., PolicyLoss]
 OWN_AGG_MODES = dict.fromkeys(("gspo", "geo_mean", "sapo"), "seq-mean-token-mean")
 """Losses with the aggregation mode of their paper, which overrides `loss_agg_mode`, as in verl."""
@@ -62,12 +67,36 @@ POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Register the decorated function as `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
 
-    It is called as fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, *, clip_low, clip_high, clip_c),
-    with those further settings of `actor.policy_loss` that its signature names. A further parameter `x_BT` gets the
-    column `x` of the batch, which the trainer must add.
+    It is called as fn(log_probs_BT, old_log_probs_BT, advantages_BT, response_mask_BT, ...), further with those of
+    `clip_low`, `clip_high`, `clip_c` and the settings of `actor.policy_loss` that its signature names. A further
+    parameter `x_BT` gets the column `x` of the batch, which the trainer must add.
     Every worker runs the files in `algorithm.path`, which may register losses.
+
+    Raises:
+        ConfigError: The name is taken, or the function has the signature of verl's policy losses.
     """
-    return POLICY_LOSSES.register(name)
+
+    def enter(fn: PolicyLossFn) -> PolicyLossFn:
+        _refuse_order_of_verl(str(getattr(name, "value", name)), fn)
+        return POLICY_LOSSES.register(name)(fn)
+
+    return enter
+
+
+def _refuse_order_of_verl(name: str, fn: PolicyLossFn) -> None:
+    """Raise ConfigError for a loss that takes the old log-probs first: it would train the wrong ones, silently.
+
+    verl's losses are not adapted. They return one number for a micro-batch, and here the trainer divides by the counts
+    of the whole mini-batch.
+    """
+    names = list(inspect.signature(fn).parameters)
+    if len(names) > 1 and "old" in names[0] and "old" not in names[1]:
+        raise ConfigError(
+            f"the policy loss {name!r} takes ({', '.join(names[:2])}, ...), as in verl. Here the new log-probs come "
+            "first, and the result has the loss of each token. Change it to\n"
+            f"    def {getattr(fn, '__name__', name)}({SIGNATURE}) -> PolicyLoss:\n"
+            "without config and loss_agg_mode; docs/extending.md has an example"
+        )
 
 
 def get_policy_loss(name: str) -> PolicyLossFn:
