@@ -4,9 +4,12 @@ import shlex
 
 import pytest
 
-from hybridrl import cli
+from hybridrl import cli, main_ppo
 from hybridrl.cli.verl.command import imported_command, verl_commands
 from hybridrl.cli.verl.shell_script import script_commands, unresolved
+from hybridrl.config.checks.rules import LOGGER_PACKAGES
+from hybridrl.config.load import load_config
+from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 
 SCRIPT = """
@@ -105,6 +108,16 @@ def test_what_would_have_to_be_run_is_marked_and_so_is_what_depends_on_it():
         ("run $((1 / 0))", ["run", "\0$((1 / 0))\0"]),
         ("f() {\n x=1\n}\nrun $((9**9))", ["run", "\0$((9**9))\0"]),
         ("run ${x:?must be set}", ["run", "\0x\0"]),
+        ("run --name='x.yaml'\\\n    b\\\nc \"d\\\ne\" 'f'\\\n", ["run", "--name=x.yaml", "bc", "de", "f"]),
+        ("if [ a = b ] && { [ -n $(date) ] || [ a = c ]; }; then x=1; else x=2; fi; run $x", ["run", "2"]),
+        ("if [ a = a ] || [ -n $(date) ]; then x=1; else x=2; fi; run $x", ["run", "1"]),
+        ("if [ a = a ] && { [ a = b ] || [ c = c ]; }; then x=1; else x=2; fi; run $x", ["run", "1"]),
+        ("if [ $(date) = b ] && [ a = b ]; then x=1; else x=2; fi; run $x", ["run", "2"]),
+        (
+            "if [ $(date) = b ] && { [ a = b ] || [ a = a ]; }; then x=1; fi; run $x",
+            ["run", "\0if [ $(date) = b ] { [ a = b ] [ a = a ] }\0"],
+        ),
+        ("if [ a = b ] && grep -q x file; then x=1; else x=2; fi; run $x", ["run", "2"]),
     ],
 )
 def test_a_line_becomes_the_words_that_bash_makes_of_it(text, words):
@@ -131,6 +144,15 @@ def test_the_command_is_printed_with_every_change(capsys):
     words = shlex.split(command)
     assert "actor_rollout_ref.actor.strategy=megatron" in words and "trainer.total_epochs=30" in words
     assert not any("return_raw_chat" in word for word in words)
+
+
+def test_a_logger_that_the_reading_machine_lacks_is_no_refusal(monkeypatch):
+    monkeypatch.setitem(LOGGER_PACKAGES, "mlflow", "a_package_that_nobody_has")
+    words = ["algorithm.adv_estimator=grpo", "trainer.logger=[console,mlflow]", "trainer.n_gpus_per_node=1"]
+    imported = imported_command([*words, "actor_rollout_ref.rollout.n=2"])
+    assert not imported.problems and "trainer.logger=[console,mlflow]" in imported.words
+    with pytest.raises(ConfigError, match="trainer.logger=mlflow: a_package_that_nobody_has is not installed"):
+        main_ppo.validate_config(load_config(PPOConfig, imported.words, program="p", config_name=main_ppo.PRESET))
 
 
 def test_a_refusal_comments_the_command_out(capsys):

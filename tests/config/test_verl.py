@@ -206,6 +206,11 @@ def test_defaults_that_matter_are_those_of_the_chosen_algorithm():
     without_critic = differing_defaults({"algorithm.adv_estimator": "grpo", "trainer.total_epochs": "3"})
     assert not any(key.startswith(("critic", "distillation", "trainer.total_epochs")) for key in without_critic)
     assert "critic.ppo_max_token_len_per_gpu" in differing_defaults({})
+    key, tensor = (
+        f"actor_rollout_ref.actor.megatron.{name}" for name in ("sequence_parallel", "tensor_model_parallel_size")
+    )
+    assert differing_defaults({tensor: "4"})[key] == "true"
+    assert not any(key in differing_defaults(words) for words in ({}, {tensor: "1"}, {tensor: "4", key: "false"}))
 
 
 def test_a_key_finds_the_rows_above_it():

@@ -111,9 +111,25 @@ class _Script:
                 return
 
     def _condition(self, code: list[Token]) -> bool | None:
-        """Return whether a condition holds; None if it is not made of tests that can be decided."""
-        is_decidable = all(command[0].plain in TESTS for _, command in _linked_commands(code))
-        return self.run(code) if is_decidable else None
+        """Return whether a condition holds, from its tests; None if they do not decide it.
+
+        Tests change nothing, so that one which can be decided may decide for an unknown one before it.
+        """
+        status: bool | None = True
+        for link, command in _linked_commands(code):
+            decisive = {"&&": False, "||": True}.get(link)
+            if decisive is None or status is not decisive:
+                found = self._condition_part(command)
+                status = found if decisive is None or status is not None or found is decisive else None
+        return status
+
+    def _condition_part(self, command: list[Token]) -> bool | None:
+        """Return the status of a test, or of tests in braces."""
+        if command[0].plain == "{" and command[-1].plain == "}":
+            return self._condition(command[1:-1])
+        if command[0].plain in TESTS:
+            return self._test([word for token in command for word in self.words(token, split=False)])
+        return None
 
     def _test(self, words: list[str]) -> bool | None:
         inner = [word for word in words if word not in (*TESTS, "]", "]]")]

@@ -11,6 +11,7 @@ SEPARATORS = ("\n", ";", ";;", "&&", "||", "|", "&")
 OPERATORS = ("&&", "||", ";;", "<<<", "<<", ">>", ">&", "&>", ";", "|", "&", "(", ")", "<", ">")
 SIGN = re.compile("\n|" + "|".join(map(re.escape, OPERATORS)))
 SKIPPED = re.compile(r"(?:\\\n|[ \t\r]|#.*)*")  # continued lines, blanks, comments
+CONTINUED = "\\\n"
 WORD_ENDS = " \t\r\n;|&()<>"
 PLAIN = re.compile(rf"[^{WORD_ENDS}'\"\\$]*")
 ARRAY_HEAD = re.compile(r"([A-Za-z_]\w*)(\+?)=\(")
@@ -101,8 +102,11 @@ class _Reader:
             return self._array(head)
         start, parts = self._place, []
         while self._text[self._place : self._place + 1] not in WORD_ENDS:  # at the end, too
-            parts.append(self._part())
-        text = self._text[start : self._place]
+            if self._text.startswith(CONTINUED, self._place):
+                self._place += len(CONTINUED)
+            else:
+                parts.append(self._part())
+        text = self._text[start : self._place].replace(CONTINUED, "")
         assigned = ASSIGNMENT.match(text)
         name, sign_of_more = (assigned[1], assigned[2]) if assigned else ("", "")
         return Token(WORD, text, tuple(parts), name=name, appends=bool(sign_of_more))
@@ -125,7 +129,7 @@ class _Reader:
             end = self._closing(quote, start)
             self._place = end + 1
             inner = self._text[start:end]
-            return (inner if quote == "'" else re.sub(r"\\([\"\\`])", r"\1", inner), quote)
+            return (inner if quote == "'" else re.sub(r"\\(?:\n|([\"\\`]))", r"\1", inner), quote)
         if quote == "\\":
             self._place += 2
             return self._text[self._place - 1], "'"

@@ -96,13 +96,9 @@ def check_config(
         rollout: What the chosen rollout declares.
         transport: What the chosen transport declares; None if hybridrl chooses it.
         plug_problems: What the chosen rollout refuses itself.
-        with_inputs: Whether data and models must be given; False to inspect a job without running it.
+        with_inputs: Whether data, models and loggers must be on this machine; False to inspect a job only.
     """
-    rules = (
-        PPO_RULES
-        if with_inputs
-        else [rule for rule in PPO_RULES if rule not in (data_file_problems, model_path_problems)]
-    )
+    rules = PPO_RULES if with_inputs else [rule for rule in PPO_RULES if rule not in OF_THIS_MACHINE]
     problems = [message for rule in rules for message in rule(config)]
     problems += [*_feature_problems(config, FEATURES), *capability_problems(config, rollout), *plug_problems]
     if changed(config, f"{ROLLOUT}.weight_sync"):
@@ -257,7 +253,11 @@ def record_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     if mode == "resume_path" and path is not None and not Path(path).is_dir():
         yield f"trainer.resume_from_path={path}: there is no such directory{_tilde_hint(path)}"
     yield from import_problems(TRACKERS, trainer.logger)
-    for logger in trainer.logger:
+
+
+def logger_package_problems(config: PPOConfig | SupervisedConfig) -> Problems:
+    """Yield loggers whose package this machine lacks."""
+    for logger in config.trainer.logger:
         package = LOGGER_PACKAGES.get(logger)
         if package and find_spec(package) is None:
             yield f"trainer.logger={logger}: {package} is not installed; in the checkout: pip install -e '.[{package}]'"
@@ -294,8 +294,10 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     world_size_problems,
     validation_problems,
     record_problems,
+    logger_package_problems,
     estimator_setting_problems,
 )
+OF_THIS_MACHINE = (data_file_problems, model_path_problems, logger_package_problems)
 ADAPTERS: Feature = (ADAPTER_SETTINGS, lambda config: checks.adapter_problems(config))
 FEATURES: tuple[Feature, ...] = (
     ADAPTERS,
@@ -315,5 +317,6 @@ SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Problems], ...] = (
     world_size_problems,
     validation_problems,
     record_problems,
+    logger_package_problems,
     ppo_only_problems,
 )

@@ -6,11 +6,13 @@ command, `main_ppo` names them when it takes over a command line of verl, and do
 
 from collections.abc import Mapping
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
 DEFAULTS: Mapping[str, tuple[str, str]] = {
     "trainer.total_epochs": ("30", "a run without it ends after one pass"),
     "trainer.n_gpus_per_node": ("8", "a run without it uses one device"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": ("true", "off it is faster and needs more memory"),
     "actor_rollout_ref.model.use_remove_padding": ("true", "packed rows need a kernel for them to be fast"),
+    f"{MEGATRON}.sequence_parallel": ("true", "it is another layout of activations with tensor parallelism only"),
     "actor_rollout_ref.rollout.enforce_eager": ("false", "CUDA graphs are captured on request"),
     "actor_rollout_ref.rollout.max_num_seqs": ("256", "a larger batch is faster if memory allows it"),
     "critic.model.enable_gradient_checkpointing": ("true", "as for the policy"),
@@ -39,6 +41,8 @@ def differing_defaults(words: Mapping[str, str]) -> dict[str, str]:
 
 
 def _matters(key: str, words: Mapping[str, str]) -> bool:
+    if key == f"{MEGATRON}.sequence_parallel":
+        return words.get(f"{MEGATRON}.tensor_model_parallel_size", "1") != "1"
     needs = NEEDS.get(key.partition(".")[0])
     if needs is None:
         return True
