@@ -39,6 +39,7 @@ class Registry(MutableMapping[str, Entry]):
         self.setting, self.kind, self.plugins, self.import_paths = setting, kind, plugins, import_paths
         self.builtins = dict(builtins or {})
         self._loaded: dict[str, Entry] = {}
+        self._entered: dict[str, Entry] = {}  # built-in ones, by the decorators of their modules, which run once
 
     def __getitem__(self, name: str) -> Entry:
         return self._entry(name, self.setting)
@@ -91,6 +92,8 @@ class Registry(MutableMapping[str, Entry]):
         if name in self and not self._origins_of(name) & _origins(entry):
             taken = _origin(self._loaded[name]) if name in self._loaded else self.builtins[name]
             raise ConfigError(f"the name {name!r} is taken by {taken}; register {_origin(entry)} under another name")
+        if name in self.builtins:
+            self._entered[name] = entry
         self[name] = entry
 
     def lookup(self, name: str, *, setting: str | None = None) -> Entry:
@@ -131,7 +134,7 @@ class Registry(MutableMapping[str, Entry]):
     def _entry(self, name: str, setting: str) -> Entry:
         if name not in self._loaded and name in self.builtins:
             loaded = self._load(self.builtins[name], setting)
-            self._loaded.setdefault(name, loaded)  # its module may have registered it with a decorator
+            self._loaded[name] = self._entered.get(name, loaded)
         return self._loaded[name]
 
     def _origins_of(self, name: str) -> set[str]:

@@ -4,6 +4,7 @@ from enum import Enum
 
 import pytest
 
+from hybridrl.algos import ADVANTAGE_ESTIMATORS
 from hybridrl.errors import ConfigError
 from hybridrl.registry import Registry
 
@@ -49,6 +50,15 @@ def test_a_forgotten_entry_is_gone_and_a_forgotten_built_in_loads_again(shapes):
     assert dict(shapes) == {"fraction": before["fraction"]}
     shapes.update(before)
     assert dict(shapes) == before
+
+
+def test_a_forgotten_built_in_is_again_what_its_decorator_had_entered():
+    before = ADVANTAGE_ESTIMATORS["grpo"]
+    ADVANTAGE_ESTIMATORS.clear()
+    assert ADVANTAGE_ESTIMATORS["grpo"] is before and before.needs_group
+    ADVANTAGE_ESTIMATORS["grpo"] = "mine"
+    del ADVANTAGE_ESTIMATORS["grpo"]
+    assert ADVANTAGE_ESTIMATORS["grpo"] is before
 
 
 def test_an_import_path_is_a_name(shapes, tmp_path):
