@@ -54,9 +54,11 @@ RANK_VARIABLES = frozenset(RankInfo(0, 1, 0, 1, "", 0, num_peers=1).environment(
 
 
 def _entry(value: Any, mesh_name: str) -> Any:
-    """Return a mapping's entry of a mesh; any other value unchanged."""
+    """Return a mapping's entry of a mesh, or its only entry; any other value unchanged."""
     if not isinstance(value, Mapping):
         return value
+    if len(value) == 1:
+        return next(iter(value.values()))
     if mesh_name not in value:
         raise KeyError(f"there is no position on mesh {mesh_name!r}, only on {sorted(value) or 'none'}")
     return value[mesh_name]
@@ -117,10 +119,10 @@ class Worker:
         """Announce a position on a mesh.
 
         `set_dispatch_collect(mesh, **other.get_dispatch_collect())` takes over the position of another worker in this
-        process: of a mapping from meshes, the entry of `mesh_name` is taken.
+        process: of a mapping from meshes, the entry of `mesh_name` is taken, or the only one.
 
         Raises:
-            KeyError: A mapping has no such mesh.
+            KeyError: A mapping has several meshes, and not this one.
         """
         dp_rank = _entry(dispatch_dp_rank, mesh_name)
         self._register_dispatch_collect_info(mesh_name, dp_rank, _entry(collect_dp_rank, mesh_name))

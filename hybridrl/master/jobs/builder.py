@@ -120,12 +120,12 @@ class Job:
         return cls(JobSpec.model_validate_json(text))
 
 
-class RLJob(Job):
-    """A job with the roles of reinforcement learning."""
-
-
 class DLJob(Job):
     """A job with any roles."""
+
+
+class RLJob(DLJob):
+    """A job with the roles of reinforcement learning."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybridrl.errors import ConfigError, PlacementError
-from hybridrl.master.jobs.builder import DLJobBuilder, Job, RLJob, RLJobBuilder
+from hybridrl.master.jobs.builder import DLJob, DLJobBuilder, Job, RLJob, RLJobBuilder
 from hybridrl.master.jobs.entrypoint import parse_entry
 from tests.support.master.sample_job import Adder, Trainer
 
@@ -42,7 +42,12 @@ def test_the_first_generations_chain():
         .per_node(1)
         .build()
     )
-    assert isinstance(job, RLJob) and job.spec.config == {"c1": "v1"} and job.spec.env == {"e0": "v0"}
+    assert (
+        isinstance(job, RLJob)
+        and isinstance(job, DLJob)
+        and job.spec.config == {"c1": "v1"}
+        and job.spec.env == {"e0": "v0"}
+    )
     assert [(role.name, role.entry, role.on_nodes, role.env) for role in job.spec.roles] == [
         ("actor", "my.module:Actor", (1, 1), {"e1": "v1"}),
         ("rollout", "my.module:Rollout", (1, 1), {}),
