@@ -15,6 +15,7 @@ Sampled tokens are never decoded and encoded again, so training sees the tokens 
 log-probs. Only the text of tools and environments is tokenized here. The loss leaves it out (response_mask 0).
 """
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -267,13 +268,40 @@ OPTIONAL_LOOPS = {  # name -> module that registers it, loaded when a run uses i
 
 
 def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
-    """Register a loop under the name used by a row's `agent_name` and `rollout.agent.default_agent_loop`."""
+    """Register a loop under the name used by a row's `agent_name` and `rollout.agent.default_agent_loop`.
+
+    Raises:
+        ConfigError: The class is in verl's form, or cannot be called as `AgentLoop` says.
+    """
 
     def register(cls: type[AgentLoop]) -> type[AgentLoop]:
+        _check_form(name, cls)
         AGENT_LOOPS[name], cls.loop_name = cls, name
         return cls
 
     return register
+
+
+def _check_form(name: str, cls: type[AgentLoop]) -> None:
+    """Raise ConfigError for a loop that has other methods or arguments than an `AgentLoop`."""
+    functions = [member for member in vars(cls).values() if hasattr(member, "__code__")]
+    problem = ""
+    if hasattr(cls, "init_class") or any("server_manager" in function.__code__.co_names for function in functions):
+        problem = "uses init_class or server_manager, as in verl"
+    for method, arguments, names in (("__init__", [None], {}), ("run", [None], {"a_column": None})):
+        try:
+            inspect.signature(getattr(cls, method)).bind(None, *arguments, **names)
+        except TypeError as error:
+            problem = problem or f"has another {method} ({error})"
+    if problem:
+        raise ConfigError(
+            f"the agent loop {name!r} ({cls.__name__}) {problem}; here it is\n"
+            "    def __init__(self, context): super().__init__(context)\n"
+            "    async def run(self, sampling_params, **row):\n"
+            "        response = self.respond(row)\n"
+            "        await response.sample(sampling_params)  # once per turn; response.observe(tokens) between turns\n"
+            "        return response.output()"
+        )
 
 
 def lookup_agent_loop(name: str) -> type[AgentLoop]:

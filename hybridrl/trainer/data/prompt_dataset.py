@@ -7,6 +7,7 @@ Used by the PPO trainer, in the driver. The order of rows is `prompt_loader.py`'
 Shape letters: B rows, P tokens of the batch's longest prompt.
 """
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ class RLHFDataset:
         data_files: Parquet files; one path or a list.
         tokenizer: A Hugging Face tokenizer.
         config: Which column, which limit, what to do with longer prompts.
+        processor: None. Subclasses for verl pass it on; prompts with images are not supported.
         max_samples: Use only the first rows; -1 means all.
 
     Raises:
@@ -43,7 +45,14 @@ class RLHFDataset:
             is left, or a prompt is too long and `data.truncation=error`.
     """
 
-    def __init__(self, data_files: list[str] | str, tokenizer: Any, config: DataConfig, *, max_samples: int = -1):
+    def __init__(
+        self,
+        data_files: list[str] | str,
+        tokenizer: Any,
+        config: DataConfig,
+        processor: None = None,
+        max_samples: int = -1,
+    ):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
         self._rows.require(config.prompt_key, "data.prompt_key")
@@ -196,7 +205,26 @@ def load_dataset(config: DataConfig, files: list[str] | str, tokenizer: Any, *, 
         raise ConfigError(
             f"data.custom_cls: {custom.name} in {custom.path} is not a class with __len__ and __getitem__"
         )
-    return cls(files, tokenizer, config, max_samples=max_samples)
+    return _constructed(
+        cls, (files, tokenizer, config), max_samples=max_samples, what=f"{custom.name} in {custom.path}"
+    )
+
+
+def _constructed(cls: type, arguments: tuple[Any, ...], *, max_samples: int, what: str) -> Any:
+    """Return the dataset of a custom class; one for verl needs a processor, too, and need not take `max_samples`."""
+    parameters = inspect.signature(cls).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = {"processor": None} if "processor" in parameters else {}
+    if takes_all or "max_samples" in parameters or max_samples >= 0:
+        given["max_samples"] = max_samples
+    try:
+        inspect.signature(cls).bind(*arguments, **given)
+    except TypeError as error:
+        raise ConfigError(
+            f"data.custom_cls: {what} does not take what it gets ({error}); define "
+            "__init__(self, data_files, tokenizer, config, *, max_samples=-1)"
+        ) from error
+    return cls(*arguments, **given)
 
 
 def load_sampler(config: DataConfig, dataset: Any) -> Any:

@@ -197,6 +197,15 @@ def test_a_custom_class_replaces_the_dataset(tmp_path):
         "class Shouting(RLHFDataset):\n"
         "    def __getitem__(self, position):\n"
         "        return super().__getitem__(position) | {'loud': True}\n"
+        "class WithProcessor(RLHFDataset):\n"  # in verl's form
+        "    def __init__(self, data_files, tokenizer, config, processor, max_samples=-1):\n"
+        "        super().__init__(data_files, tokenizer, config, processor, max_samples)\n"
+        "class ByKeyword(RLHFDataset):\n"
+        "    def __init__(self, data_files, tokenizer, config, processor=None, **kwargs):\n"
+        "        super().__init__(data_files, tokenizer, config=config, processor=processor, **kwargs)\n"
+        "class Limitless(RLHFDataset):\n"
+        "    def __init__(self, data_files, tokenizer, config):\n"
+        "        super().__init__(data_files, tokenizer, config)\n"
         "def not_a_dataset(): ...\n"
     )
     file = write(tmp_path / "a.parquet", {"prompt": "a"}, {"prompt": "b"})
@@ -207,6 +216,10 @@ def test_a_custom_class_replaces_the_dataset(tmp_path):
         )
 
     assert collate_fn([load(str(code), "Shouting")[0]], pad_token_id=0).non_tensor_batch["loud"].tolist() == [True]
+    for name in ("WithProcessor", "ByKeyword"):
+        assert load(str(code), name)[0]["raw_prompt"] == load(None, None)[0]["raw_prompt"]
+    with pytest.raises(ConfigError, match=r"Limitless in .* does not take what it gets \(.*'max_samples'\); define"):
+        load(str(code), "Limitless")
     assert type(load(None, None)) is RLHFDataset and len(load(None, None)) == 1
     with pytest.raises(ConfigError, match="go together"):
         load(str(code), None)
