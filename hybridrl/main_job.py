@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from hybridrl import master
 from hybridrl.driver.program import run_program, set_up_logging
+from hybridrl.driver.terminal import show
 from hybridrl.master.jobs import NAME_VARIABLE
 
 logger = logging.getLogger("hybridrl.main_job")  # not __name__, which is __main__ in the program
@@ -70,7 +71,7 @@ def submit_file(arguments: argparse.Namespace) -> int:
         started = found.job.submit(name, blocking=blocking, journal=arguments.journal)
     if not isinstance(started, master.RunningJob):
         return started
-    sys.stdout.write(
+    show(
         f"{started.name} has started; its journal: {started.journal}\n"
         f"hybridrl job status {started.name}   # or: logs, logs --process PROCESS, stop\n"
     )

@@ -22,6 +22,7 @@ from hybridrl.config import PPOConfig, check_config, load_config
 from hybridrl.config.plugs import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.run_context import RunContext
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
 from hybridrl.trainer import ppo, recovery
 from hybridrl.trainer import run as run_files
@@ -222,7 +223,7 @@ def run(
         reward_fn.close()
         val_reward_fn.close()
     written = {"rollouts": config.trainer.rollout_data_dir, "validation samples": config.trainer.validation_data_dir}
-    sys.stdout.write(
+    show(
         run_files.report_run(
             run_files.run_directory(config.trainer),
             checkpoint=run_files.newest_checkpoint_of_run(config.trainer),

@@ -1,6 +1,8 @@
 """`hybridrl import-verl`: scripts are read, not run; our command is printed, with what has to be decided first."""
 
 import shlex
+import subprocess
+import time
 
 import pytest
 
@@ -184,3 +186,37 @@ def test_a_script_without_a_command_of_verl_is_refused(tmp_path):
     script.write_text("echo hello\n")
     with pytest.raises(ConfigError, match="has no command of verl.trainer.main_ppo"):
         verl_commands([str(script)], {})
+
+
+HOSTILE = ["{mark}", "\n{mark}\n", "\r{mark}\n", "'\n{mark}\n'", "\x0b\n{mark}", "\u2028{mark}", "\\\n{mark}\n#"]
+PLACES = [
+    "verl.trainer.main_ppo trainer.n_gpus_per_node=1 trainer.project_name='{text}'",
+    "verl.trainer.main_ppo trainer.n_gpus_per_node=1 'x{text}=3'",
+    "verl.trainer.main_ppo trainer.n_gpus_per_node=1 trainer.seed=$(date {text})",
+    "verl.trainer.main_ppo --config-name='{text}' trainer.n_gpus_per_node=1",
+    "verl.trainer.main_ppo trainer.n_gpus_per_node=1 'data.return_raw_chat={text}'",
+]
+
+
+def test_what_is_printed_runs_nothing_of_the_script(tmp_path, capsys):
+    mark = tmp_path / "mark"
+    for place in PLACES:
+        for text in HOSTILE:
+            script = tmp_path / "run.sh"
+            line = text.format(mark=f"touch {mark}").replace("'", "'\"'\"'" if "'" in place else "'")
+            script.write_text(place.format(text=line))
+            code = cli.main(["import-verl", str(script)])
+            printed = capsys.readouterr()
+            assert printed.err == "" and not set(printed.out) - {"\n"} & set(map(chr, range(32)))
+            if code:
+                assert all(line.startswith("#") for line in printed.out.splitlines()), (place, text)
+                subprocess.run(["bash", "-c", printed.out], check=True, cwd=tmp_path, timeout=20)
+            assert "\n" not in text or code == 1 and not mark.exists()
+
+
+def test_a_variable_that_doubles_itself_is_refused_at_once():
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="A: has more than 1048576 characters"):
+        commands("A='x y'\n" + 'A="$A $A"\n' * 30 + "run $A")
+    assert commands("A='x y'\n" + 'A="$A $A"\n' * 15 + "run $A")[-1][1:] == ["x", "y"] * 2**15
+    assert time.monotonic() - began < 20

@@ -1,4 +1,4 @@
-"""What is dangerous is in one place each: starting a process, loading code, listening at a port.
+"""What is dangerous is in one place each: starting a process, loading code, listening, writing to the terminal.
 
 A call elsewhere fails here, so that a second place is a decision: `docs/security.md` says what the first one checks.
 """
@@ -27,6 +27,7 @@ LOADS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", 
 LOADS |= {"marshal.loads", "yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all", "joblib.load"}
 LOADS |= {"numpy.load", "np.load", "shelve.open", "eval", "exec", "dill.loads", "pandas.read_pickle"}
 LISTENS = {"socket.create_server", "create_server", "asyncio.start_server", "dist.TCPStore", "TCPStore"}
+WRITES = {"print", "sys.stdout.write", "sys.stderr.write", "sys.stdout.writelines", "sys.stderr.writelines"}
 LISTEN_METHODS = {"listen", "create_server", "start_server"}
 
 OWN_PROCESSES = "bytes between processes of one job, over Ray, which asks for its cluster's token"
@@ -58,6 +59,12 @@ HOMES = {
         "trainer/recovery/snapshots.py": OWN_PROCESSES,
         "testing/transport.py": "what the suite itself has pickled",
     },
+    "writes to the terminal": {
+        "driver/terminal.py": "replaces control characters",
+        "config/load.py": "the caller's own settings",
+        "config/__main__.py": "the reference of all settings",
+        "cli/models/evaluate.py": "a count that goes back to the start of its line",
+    },
     "listens at a port": {
         "master/health/heartbeat_server.py": "loopback while the cluster has one machine; a token per master",
         "serving/openai/connections.py": "the endpoint: loopback by default, API key, limits",
@@ -79,6 +86,8 @@ def kind_of(call: ast.Call) -> str | None:
         return "starts a process"
     if name in LOADS or (isinstance(call.func, ast.Attribute) and name.endswith("Unpickler")):
         return "loads what may name code"
+    if name in WRITES:
+        return "writes to the terminal"
     is_method = isinstance(call.func, ast.Attribute) and call.func.attr in LISTEN_METHODS
     return "listens at a port" if name in LISTENS or is_method else None
 
@@ -116,6 +125,7 @@ def test_what_is_dangerous_has_its_places(kind):
         ("cloudpickle.loads(data)", "loads what may name code"),
         ("class Mine(pickle.Unpickler): pass", "loads what may name code"),
         ("yaml.load(file, Loader)", "loads what may name code"),
+        ("print(text)", "writes to the terminal"),
         ("held.listen()", "listens at a port"),
         ("socket.create_server(address)", "listens at a port"),
     ],

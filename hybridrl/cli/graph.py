@@ -1,12 +1,12 @@
 """`hybridrl job graph`: the stages of a PPO job, or the roles of a job file. Starts nothing."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from hybridrl import main_ppo, trainer
 from hybridrl.cli.arguments import GRAPH_FORMATS
 from hybridrl.config import PPOConfig, load_config
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.framework.graph import role_graph, stage_graph
 from hybridrl.framework.graph.role_graph import RoleEdge, RoleGraph, RoleNode
@@ -35,13 +35,13 @@ def show_graph(arguments: argparse.Namespace) -> None:
             return
         text = _stages_as(kind, config)
     if output is None:
-        sys.stdout.write(text)
+        show(text)
         return
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); choose another file") from error
-    sys.stdout.write(f"wrote {output}\n")
+    show(f"wrote {output}\n")
 
 
 def _stages_as(kind: str, config: PPOConfig) -> str:

@@ -2,10 +2,10 @@
 
 import argparse
 import shlex
-import sys
 
 from hybridrl import main_job
 from hybridrl.driver.resume_command import has_command, resume_arguments, resume_run
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.failure_policy import to_text as policy_text
 from hybridrl.master.jobs.resume import find_journals, resume_job
@@ -23,17 +23,15 @@ def show_or_stop(arguments: argparse.Namespace) -> None:
     """Run `hybridrl job ls|status|logs|stop`."""
     if arguments.what == "ls":
         job_commands.connect(arguments.address)
-        sys.stdout.write(job_commands.list_jobs())
+        show(job_commands.list_jobs())
     elif arguments.what == "status":
-        sys.stdout.write(job_commands.status(arguments.job, arguments.address))
+        show(job_commands.status(arguments.job, arguments.address))
     elif arguments.what == "logs" and arguments.process is not None:
-        sys.stdout.write(
-            job_commands.process_logs(arguments.job, arguments.process, arguments.address, lines=arguments.lines)
-        )
+        show(job_commands.process_logs(arguments.job, arguments.process, arguments.address, lines=arguments.lines))
     elif arguments.what == "logs":
-        sys.stdout.write(job_commands.logs(arguments.job, arguments.address))
+        show(job_commands.logs(arguments.job, arguments.address))
     else:
-        sys.stdout.write(job_commands.stop(arguments.job, arguments.address, timeout_s=arguments.timeout))
+        show(job_commands.stop(arguments.job, arguments.address, timeout_s=arguments.timeout))
 
 
 # -- resume
@@ -50,14 +48,14 @@ def resume(arguments: argparse.Namespace) -> int:
     resumed = resume_job(arguments.run, blocking=not arguments.no_wait, address=arguments.address)
     if not isinstance(resumed, RunningJob):
         return resumed
-    sys.stdout.write(f"{resumed.name} has started; its journal: {resumed.journal}\n")
+    show(f"{resumed.name} has started; its journal: {resumed.journal}\n")
     return 0
 
 
 def _resume_main_ppo(arguments: argparse.Namespace) -> int:
     if arguments.print:
         command, directory = resume_arguments(arguments.run, arguments.changes)
-        sys.stdout.write(f"cd {shlex.quote(directory)} && {shlex.join(command)}\n")
+        show(f"cd {shlex.quote(directory)} && {shlex.join(command)}\n")
     else:
         resume_run(arguments.run, arguments.changes)
     return 0
@@ -68,4 +66,4 @@ def _resume_main_ppo(arguments: argparse.Namespace) -> int:
 
 def print_states(arguments: argparse.Namespace) -> None:
     """Run `hybridrl job states`."""
-    sys.stdout.write(f"{states_text()}\n{policy_text()}")
+    show(f"{states_text()}\n{policy_text()}")

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 from hybridrl import main_ppo
 from hybridrl.cli.arguments import DEVICE_GIB
 from hybridrl.config import PPOConfig, load_config
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.planning.choices import Candidate, Devices, candidates
 from hybridrl.planning.processes import Moment, PlannedProcess
@@ -36,10 +36,10 @@ def plan(arguments: argparse.Namespace) -> int:
     found = [*candidates(config, devices)]
     best = next((candidate for candidate in found if not candidate.problem), None)
     if arguments.apply:
-        sys.stdout.write(overrides(best) if best else f"nothing fits: {found[0].problem}\n")
+        show(overrides(best) if best else f"nothing fits: {found[0].problem}\n")
         return 0 if best else 1
     note = f"of {memory / GIB:.0f} GiB {USABLE:.0%} may be used: "
-    sys.stdout.write(
+    show(
         "\n".join([*memory_table(processes), "", note + (problem or "the job fits as it is"), "", *layout_table(found)])
         + f"\n\n{'nothing fits; take more devices' if best is None else 'settings of the first that fits:'}\n"
         + (overrides(best) if best else "")

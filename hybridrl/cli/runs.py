@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import sys
 
 from hybridrl.doctor.machine import examine_machine
 from hybridrl.doctor.run import examine_run
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.framework.graph import timeline
 from hybridrl.view.command import show_runs
@@ -19,7 +19,7 @@ def view_runs(arguments: argparse.Namespace) -> None:
 def examine(arguments: argparse.Namespace) -> int:
     """Print what is wrong with this machine or with a run, and return 1 if something should be changed."""
     found = [*(examine_machine() if arguments.run is None else examine_run(arguments.run))]
-    sys.stdout.write("".join(f"{finding}\n" for finding in found))
+    show("".join(f"{finding}\n" for finding in found))
     return int(any(finding.is_problem for finding in found))
 
 
@@ -33,4 +33,4 @@ def write_trace(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); choose another file") from error
     end = f"wrote {output}, from {trace}; open it in https://ui.perfetto.dev or chrome://tracing"
-    sys.stdout.write(f"{timeline.summarize(spans)}\n{end}\n")
+    show(f"{timeline.summarize(spans)}\n{end}\n")

@@ -18,6 +18,7 @@ from hybridrl.cli.data.inspection import PROGRAMS, program_of, token_lengths
 from hybridrl.cli.data.tasks import TASKS, data_file, task_file
 from hybridrl.cli.plan import USABLE, read_shape, word
 from hybridrl.config import PPOConfig, load_config
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import validate_config
 from hybridrl.planning.choices import Devices, candidates
@@ -48,7 +49,7 @@ def train(arguments: argparse.Namespace) -> None:
     """Run `hybridrl train`; the training takes the place of this process."""
     words = command_words(arguments, machine())
     command = [sys.executable, "-m", *words]
-    sys.stdout.write(f"python -m {shlex.join(words)}\n")
+    show(f"python -m {shlex.join(words)}\n")
     sys.stdout.flush()
     if not arguments.print:
         os.execv(command[0], command)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from hybridrl.driver.signals import is_terminating
+from hybridrl.driver.terminal import show_error
 from hybridrl.system.child_guard import children_of
 from hybridrl.system.process_stat import StopClock, read_process_stat
 
@@ -142,8 +143,7 @@ def _end_program(lost: str, watch: ClusterWatch) -> NoReturn:
     with suppress(Exception):  # whoever read it may be gone; this process must end all the same
         sys.stdout.flush()
     with suppress(Exception):
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        show_error(text)
     _silence_stderr()
     watch.kill_rest()
     if node is not None:

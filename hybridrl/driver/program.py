@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from hybridrl.driver.run_context import RunContext
 from hybridrl.driver.signals import EXIT_CODE, Terminated, acknowledged_interrupts
+from hybridrl.driver.terminal import TerminalFormatter, show_error
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 
 logger = logging.getLogger(__name__)
@@ -43,21 +44,21 @@ def run_program(
         with termination.handle_sigterm(), acknowledged_interrupts(termination, enabled=trains):
             return work() or 0
     except (ConfigError, DataError, PlacementError) as error:
-        sys.stderr.write(f"{error}\n")
+        show_error(f"{error}\n")
         return 2
     except (KeyboardInterrupt, Terminated) as error:
         how = "terminated" if isinstance(error, Terminated) else "interrupted"
         about = f"; {_progress(run.directory, newest_checkpoint)}" if trains else ""
-        sys.stderr.write(f"{how}{about}\n")
+        show_error(f"{how}{about}\n")
         return EXIT_CODE if isinstance(error, Terminated) else 130
     except Exception as error:
         if termination.received:  # the workers may have received the signal too, and their loss is then no failure
             about = f"; {_progress(run.directory, newest_checkpoint)}" if trains else ""
             how = "terminated" if termination.exit_code == EXIT_CODE else "interrupted"
-            sys.stderr.write(f"{how}{about} ({format_error(error)})\n")
+            show_error(f"{how}{about} ({format_error(error)})\n")
             return termination.exit_code
         more = _traceback_or_its_place(error, run.directory, newest_checkpoint)
-        sys.stderr.write(f"{format_error(error)}\n" + (f"{more}\n" if more else ""))
+        show_error(f"{format_error(error)}\n" + (f"{more}\n" if more else ""))
         return 1
 
 
@@ -108,7 +109,9 @@ def _traceback_or_its_place(
 def set_up_logging() -> None:
     """Log hybridrl at INFO and other libraries from WARNING, without other libraries' progress bars."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TerminalFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("hybridrl").setLevel(logging.INFO)
     for client in ("httpx", "httpx2"):  # a line per request, also where something else has set the root logger to INFO
         logging.getLogger(client).setLevel(logging.WARNING)

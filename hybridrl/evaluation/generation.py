@@ -6,7 +6,6 @@ the seed, its row and its number, and not on the number of rollouts or on what w
 
 import asyncio
 import logging
-import sys
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 
@@ -16,6 +15,7 @@ from hybridrl.config.schema.data import DataConfig
 from hybridrl.config.schema.generation import GenerationConfig
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.driver.terminal import show
 from hybridrl.evaluation.output_files import OutputParts
 from hybridrl.serving.openai.standalone import one_replica, replicas_on_ray
 from hybridrl.serving.replicas import Replicas
@@ -54,7 +54,7 @@ def generate_file(config: GenerationConfig) -> None:
     made_from["seed"] = {"seed": config.trainer.seed}
     parts = OutputParts(data.output_path, num_rows=len(prompts), size=data.batch_size, made_from=made_from)
     if parts.is_complete:
-        sys.stdout.write(f"{data.output_path}: is complete already, nothing is generated\n")
+        show(f"{data.output_path}: is complete already, nothing is generated\n")
         return
     missing = [*parts.missing()]
     if missing:
@@ -62,7 +62,7 @@ def generate_file(config: GenerationConfig) -> None:
         with _replicas(config) as replicas:
             asyncio.run(_generate(config, prompts, tokenizer, replicas=replicas, parts=parts))
     parts.finish()
-    sys.stdout.write(f"{data.output_path}: {len(prompts)} rows with {data.n_samples} responses each\n")
+    show(f"{data.output_path}: {len(prompts)} rows with {data.n_samples} responses each\n")
 
 
 def _prompt_settings(config: GenerationConfig) -> DataConfig:

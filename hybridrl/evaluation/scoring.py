@@ -6,7 +6,6 @@ A response without a score is left out and counted, never scored 0.
 import json
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import reward_score
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.generation import EvaluationConfig, ScoringConfig
 from hybridrl.config.schema.ppo import CustomRewardConfig
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.evaluation.estimates import estimates, grouped, table
 from hybridrl.evaluation.output_files import prepare_folder
@@ -98,11 +98,11 @@ def report(samples: Sequence[Mapping[str, Any]]) -> int:
     means = {}
     for source in dict.fromkeys(sample["data_source"] for sample in scored):
         by_prompt = grouped(sample for sample in scored if sample["data_source"] == source)
-        sys.stdout.write("\n".join(table(source, by_prompt)) + "\n")
+        show("\n".join(table(source, by_prompt)) + "\n")
         means[f"test_score/{source}"] = next(estimates(by_prompt)).mean
     for line in _failures(samples):
         logger.warning("%s", line)
-    sys.stdout.write(f"{json.dumps(means)}\n")
+    show(f"{json.dumps(means)}\n")
     return 0 if scored else 1
 
 

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from importlib.resources import as_file, files
 
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.view.runs import Run, open_runs
 from hybridrl.view.server import ViewServer
@@ -42,7 +43,7 @@ def show_runs(paths: Sequence[str], *, host: str, port: int, demo: bool) -> None
         server.take_port()
         for run in runs.values():  # before the link is there, so that the page opens at once
             run.metrics.update()
-        sys.stdout.write(f"{_described(runs)} at {server.link} (Ctrl-C ends it)\n")
+        show(f"{_described(runs)} at {server.link} (Ctrl-C ends it)\n")
         sys.stdout.flush()
         server.serve()
 

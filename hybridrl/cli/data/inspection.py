@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import reward_score
+from hybridrl.driver.terminal import show
 from hybridrl.errors import DataError
 from hybridrl.trainer.data.chat_template import check_messages, render
 from hybridrl.trainer.data.parquet import ParquetRows
@@ -68,18 +69,16 @@ def inspect_file(arguments: argparse.Namespace) -> int:
     rows = ParquetRows(arguments.file)
     columns = rows.columns()
     program = program_of(columns)
-    sys.stdout.write("\n".join(_summary(arguments.file, rows, columns, program)) + "\n")
+    show("\n".join(_summary(arguments.file, rows, columns, program)) + "\n")
     if program is None:
         known = "; ".join(f"{', '.join(known.needs)} ({known.name})" for known in PROGRAMS)
-        sys.stdout.write(
-            f"refused: no program reads these columns; needed are {known}, or name yours with data.*_key\n"
-        )
+        show(f"refused: no program reads these columns; needed are {known}, or name yours with data.*_key\n")
         return 1
     problems = [*_problems(rows, columns, program)]
     if arguments.model is not None and not problems:
         problems = _write_lengths(rows, program, arguments.model)
-    sys.stdout.write("".join(f"refused: {problem}\n" for problem in problems) or "nothing would be refused\n")
-    sys.stdout.write("".join(f"note: {note}\n" for note in _notes(rows, columns, program)))
+    show("".join(f"refused: {problem}\n" for problem in problems) or "nothing would be refused\n")
+    show("".join(f"note: {note}\n" for note in _notes(rows, columns, program)))
     return 1 if problems else 0
 
 
@@ -141,7 +140,7 @@ def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str) -> l
         return [str(error)]
     shown = ", ".join(f"{name} {np.percentile(lengths, percentile):.0f}" for name, percentile in LONGEST)
     limit = "data.max_prompt_length" if key == "prompt" else "data.max_length"
-    sys.stdout.write(f"tokens of {key}: {shown}; {limit}={max(lengths)} keeps all rows\n")
+    show(f"tokens of {key}: {shown}; {limit}={max(lengths)} keeps all rows\n")
     return []
 
 

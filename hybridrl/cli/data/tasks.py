@@ -2,11 +2,11 @@
 
 import argparse
 import importlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config.schema.data import HubData
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 
 DATA = Path("~/data")
@@ -57,7 +57,7 @@ def list_tasks(arguments: argparse.Namespace) -> None:
     ]
     lines += [f"  python -m {script:32} {about}" for script, about in OTHERS.items()]
     lines += ["Each has --local_dir, and --data_source for a copy of your own: a .jsonl file, or a directory of them."]
-    sys.stdout.write("\n".join(lines) + "\n")
+    show("\n".join(lines) + "\n")
 
 
 def data_file(data: str, *, kind: str = "TASK") -> str:

@@ -16,6 +16,7 @@ import aiohttp
 
 from hybridrl.cli.models.export import model_directory
 from hybridrl.cli.models.serve import loaded_model
+from hybridrl.driver.terminal import show
 from hybridrl.evaluation.endpoint import EndpointModel, EndpointRefusal, client, find_model, stream_text
 from hybridrl.serving.openai.access import api_key_of_environment
 from hybridrl.serving.openai.server import Endpoint
@@ -67,7 +68,7 @@ def converse(runner: asyncio.Runner, model: EndpointModel, arguments: argparse.N
     if arguments.max_tokens is not None:
         parameters["max_tokens"] = arguments.max_tokens
     messages = [*beginning]
-    sys.stdout.write(f"{model.name}; {CLEAR} forgets the conversation, {QUIT} or Ctrl-D ends it\n")
+    show(f"{model.name}; {CLEAR} forgets the conversation, {QUIT} or Ctrl-D ends it\n")
     while (line := _read_line()) is not None:
         if line == CLEAR:
             messages = [*beginning]
@@ -81,7 +82,7 @@ def _read_line() -> str | None:
     try:
         line = input(YOU if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
-        sys.stdout.write("\n" if sys.stdin.isatty() else "")
+        show("\n" if sys.stdin.isatty() else "")
         return None
     return None if line == QUIT else line
 
@@ -94,18 +95,17 @@ def _answered(
     try:
         runner.run(_show(model, {"messages": messages, **parameters}, parts))
     except KeyboardInterrupt:
-        sys.stdout.write(" [ended]\n")
+        show(" [ended]\n")
     except (EndpointRefusal, aiohttp.ClientError, OSError, TimeoutError) as error:
-        sys.stdout.write(f"[no answer: {error or type(error).__name__}]\n")
+        show(f"[no answer: {error or type(error).__name__}]\n")
         return messages[:-1]
     return [*messages, {"role": "assistant", "content": "".join(parts)}]
 
 
 async def _show(model: EndpointModel, body: dict[str, Any], parts: list[str]) -> None:
-    sys.stdout.write(f"{os.path.basename(model.name)}: ")
+    show(f"{os.path.basename(model.name)}: ")
     async with client(model) as session:
         async for part in stream_text(session, model, body):
             parts.append(part)
-            sys.stdout.write(part)
-            sys.stdout.flush()
-    sys.stdout.write("\n")
+            show(part)
+    show("\n")

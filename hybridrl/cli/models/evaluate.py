@@ -17,6 +17,7 @@ from hybridrl.cli.data.tasks import data_file
 from hybridrl.cli.models.export import model_directory
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.config.schema.generation import ScoringConfig
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.endpoint import EndpointResponse, find_model, respond_all
 from hybridrl.evaluation.estimates import grouped, table
@@ -46,7 +47,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         path = folder / "samples" / "0.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         shown = table(arguments.task, grouped(rows))
-        sys.stdout.write("\n".join([*shown, _sampling_line(folder / "config.json"), f"samples: {path}\n"]))
+        show("\n".join([*shown, _sampling_line(folder / "config.json"), f"samples: {path}\n"]))
     return code
 
 
@@ -111,13 +112,13 @@ def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
     if not num:
         raise ConfigError(f"TASK {arguments.task}: {file} has no rows")
     requests = _requests(config, rows, num=num, n=arguments.n)
-    show = functools.partial(_show_progress, len(requests))
-    responding = respond_all(model, requests, max_open=arguments.concurrency, on_done=show)
+    on_done = functools.partial(_show_progress, len(requests))
+    responding = respond_all(model, requests, max_open=arguments.concurrency, on_done=on_done)
     samples = _scored(config, rows, asyncio.run(responding), n=arguments.n)
     prepare_folder(output, "--output")
     write_lines(output, samples)
     code = report(samples)
-    sys.stdout.write(f"model: {model.name} at {model.url}\nsamples: {output}\n")
+    show(f"model: {model.name} at {model.url}\nsamples: {output}\n")
     return code
 
 

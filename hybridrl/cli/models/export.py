@@ -2,11 +2,11 @@
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hybridrl.driver.terminal import show
 from hybridrl.errors import CheckpointError
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -50,7 +50,7 @@ def export_checkpoint(
     group.calls.init_model(1)
     group.calls.load_checkpoint(os.path.join(checkpoint, "actor"))
     (group.calls.export_adapter if adapter else group.calls.export_hf)(directory)
-    sys.stdout.write(f"exported {checkpoint} to {directory}\n")
+    show(f"exported {checkpoint} to {directory}\n")
 
 
 def _check_is_ppo_checkpoint(path: str) -> None:

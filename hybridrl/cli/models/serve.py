@@ -6,6 +6,7 @@ import sys
 
 from hybridrl.cli.models.export import model_directory
 from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai.server import Endpoint
 from hybridrl.serving.openai.standalone import StandaloneModel, one_replica, replicas_on_ray, serve_forever
@@ -36,7 +37,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def _print_address(endpoint: Endpoint) -> None:
-    sys.stdout.write(f"serving {endpoint.served.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
+    show(f"serving {endpoint.served.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
     sys.stdout.flush()
 
 

@@ -5,9 +5,9 @@ The files are those of `template`, copied. They are programs and settings of the
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 
 TEMPLATE = Path(__file__).with_name("template")
@@ -27,7 +27,7 @@ def create_project(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise ConfigError(f"NAME {folder}: cannot be written ({error}); choose another directory") from error
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    sys.stdout.write(
+    show(
         f"made {folder}: {', '.join(files)}\n"
         f"cd {folder} && bash run.sh    # data, a tiny model, and ten steps of GRPO on the CPU\n"
         f"cd {folder} && pytest         # tests of the reward, the agent loop, the stage and the run\n"

@@ -7,7 +7,6 @@ import argparse
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +19,7 @@ from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.verl.defaults import differing_defaults
 from hybridrl.config.verl.row import RowKind
 from hybridrl.config.verl.take_over import Change, preset_words, take_over
+from hybridrl.driver.terminal import one_line, show
 from hybridrl.errors import ConfigError
 
 PROGRAMS = ("main_ppo", "main_dapo")  # last part of the modules whose settings are verl's PPO ones
@@ -50,7 +50,7 @@ def import_verl(arguments: argparse.Namespace) -> int:
     code = 0
     for place, words in enumerate(verl_commands(arguments.verl, os.environ)):
         imported = imported_command(words)
-        sys.stdout.write(("\n" if place else "") + "\n".join(_report(imported)) + "\n")
+        show(("\n" if place else "") + "\n".join(map(one_line, _report(imported))) + "\n")
         code = code or int(bool(imported.problems))
     return code
 
@@ -84,11 +84,13 @@ def verl_commands(given: Sequence[str], environment: "os._Environ[str] | dict[st
 
 def imported_command(arguments: Sequence[str]) -> ImportedCommand:
     """Return the arguments of verl's `main_ppo` as settings of ours."""
-    known = [word for word in arguments if not unresolved(word)]
-    problems = [
+    words = [word for word in arguments if not unresolved(word)]
+    known = [word for word in words if one_line(word) == word]
+    problems = [f"{word!r}: has a control character; write it in one line" for word in words if word not in known]
+    problems += [
         f"{_shown(word)}: depends on {_cause(word)}, which is not run here; set a variable of the "
         "script in this shell, or write the value yourself"
-        for word in set(arguments) - {*known}
+        for word in set(arguments) - {*words}
     ]
     flags, words = _divided(known)
     preset = preset_words(flags.get("name"), flags.get("path"))

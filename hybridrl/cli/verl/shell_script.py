@@ -17,6 +17,7 @@ from hybridrl.errors import ConfigError
 
 UNKNOWN = "\0"  # encloses what could not be resolved
 END_WORDS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "{": "}"}
+MAX_CHARS = 1 << 20  # of a variable: each assignment may double it
 TESTS = ("[", "[[", "test")
 DECLARATIONS = ("export", "local", "readonly", "declare")
 NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
@@ -97,7 +98,10 @@ class _Script:
             found = [word for item in token.items for word in self.words(item)]
         else:
             found = ["".join(self.words(token.value, split=False))]
-        self.values[token.name] = [*(self._value(token.name) if token.appends else []), *found]
+        value = [*(self._value(token.name) if token.appends else []), *found]
+        if sum(map(len, value)) + len(value) > MAX_CHARS:
+            raise ConfigError(f"{token.name}: has more than {MAX_CHARS} characters; write the command without it")
+        self.values[token.name] = value
 
     def _if(self, command: list[Token]) -> None:
         for condition, body in _branches(command):
@@ -180,9 +184,11 @@ class _Script:
                 found[-1] += expanded
                 open_word = open_word or bool(quote) or bool(expanded)
                 continue
-            pieces = re.split(rf"\s+(?=(?:[^{UNKNOWN}]*{UNKNOWN}[^{UNKNOWN}]*{UNKNOWN})*[^{UNKNOWN}]*$)", expanded)
-            found[-1] += pieces[0]
-            found += pieces[1:]
+            for piece in re.findall(rf"\s+|(?:[^\s{UNKNOWN}]|{UNKNOWN}[^{UNKNOWN}]*{UNKNOWN})+", expanded):
+                if piece.isspace():
+                    found.append("")
+                else:
+                    found[-1] += piece
             open_word = open_word or bool(expanded)
         return found if open_word else []
 

@@ -5,7 +5,6 @@ The submitting process needs neither torch nor the user's modules. The superviso
 
 import logging
 import os
-import sys
 import threading
 import time
 import uuid
@@ -17,6 +16,7 @@ from typing import Any
 
 from hybridrl.driver import ray_cluster
 from hybridrl.driver.cluster_watch import shut_down_ray, watch_in_thread
+from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.import_path import load_object
 from hybridrl.master.jobs import NAME_VARIABLE
@@ -156,7 +156,7 @@ def submit(
     if check:
         check_entries(spec)
     if dry_run:
-        sys.stdout.write(plan_table(plan_job(spec, name), spec.edges))
+        show(plan_table(plan_job(spec, name), spec.edges))
         return 0
     with connection(blocking=blocking):
         nodes = cluster_nodes()

@@ -1,7 +1,7 @@
 """`Plan`: the processes of a job and where each runs: placement groups, slots, ranks, device shares, environments.
 
     plan = plan_job(spec, job="grpo-1")                 # master/plan/planner.py, from a JobSpec
-    sys.stdout.write(plan_table(plan))                  # master/plan/plan_table.py
+    show(plan_table(plan))                  # master/plan/plan_table.py
     check_feasible(plan.reservations(), nodes)          # placement/feasibility.py
     groups = launch(plan, classes, make_pools(plan))    # launch.py
 

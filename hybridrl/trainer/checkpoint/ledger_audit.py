@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.driver.terminal import show, show_error
 from hybridrl.errors import CheckpointError
 from hybridrl.trainer.checkpoint.step_ledger import DEFERRED, FILE, KEPT, TRAINED, Outcomes, read_ledger
 from hybridrl.trainer.data.prompt_loader import EpochSampler
@@ -224,14 +225,14 @@ def audit(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
 def main(argv: Sequence[str]) -> int:
     """Print the audit of a run's ledger, and return the exit code."""
     if len(argv) != 1 or not os.path.isfile(os.path.join(argv[0], FILE)):
-        sys.stderr.write(f"usage: {COMMAND} RUN\nRUN: the directory that a run wrote to, with {FILE} in it\n")
+        show_error(f"usage: {COMMAND} RUN\nRUN: the directory that a run wrote to, with {FILE} in it\n")
         return 2
     try:
         result = audit(read_ledger(os.path.join(argv[0], FILE)))
     except CheckpointError as error:
-        sys.stderr.write(f"error: {error}\n")
+        show_error(f"error: {error}\n")
         return 1
-    sys.stdout.write(f"{result}\n")
+    show(f"{result}\n")
     return 1 if result.problems() else 0
 
 

@@ -14,6 +14,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from hybridrl.driver.terminal import one_line
+
 MAX_COLUMNS = 160
 ETA_WINDOW = 20  # steps; short enough to follow growing responses, long enough to average over validations
 
@@ -110,6 +112,7 @@ class ConsoleProgress:
         status.update(task, completed=step, description=_step_text(step, self.total_steps), refresh=True)
 
     def _write(self, line: str) -> None:
+        line = one_line(line)
         if self._status is not None:
             self._status.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl.driver.terminal import printable
 from hybridrl.protocol import DataProto
 from hybridrl.system.atomic_write import atomic_write
 
@@ -128,5 +129,5 @@ def format_answer(example: Example) -> str:
 
 
 def _short(text: str) -> str:
-    line = "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(text.split()))
+    line = printable(" ".join(text.split()))
     return line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN // 2]} ... {line[-MAX_SHOWN // 2 :]}"

@@ -10,6 +10,7 @@ from hybridrl.config import SupervisedConfig, load_config
 from hybridrl.config.plugs import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.run_context import RunContext
+from hybridrl.driver.terminal import show
 from hybridrl.trainer import run as run_files
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
@@ -83,4 +84,4 @@ def _train(
     finally:
         trainer.shutdown()
     newest = run_files.newest_checkpoint_of_run(config.trainer)
-    sys.stdout.write(run_files.report_run(run_files.run_directory(config.trainer), checkpoint=newest))
+    show(run_files.report_run(run_files.run_directory(config.trainer), checkpoint=newest))
