@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hybridrl.driver.cluster_watch import watch_in_thread
@@ -35,6 +36,7 @@ NODE_POLL_PERIOD_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0  # a cluster answers within milliseconds, on a busy machine within a second
 SIGNAL_PERIOD_S = 0.2  # a signal right before a wait is handled after it
+MAX_ADDRESS = 1000  # characters
 ADDRESS = re.compile(r"(?P<client>ray://)?(?P<host>[^/]+):(?P<port>\d+)")
 AUTO = "auto"  # Ray's word for the cluster of this machine
 AUTH_MODE = "RAY_AUTH_MODE"
@@ -215,26 +217,24 @@ def connect(
 def find_cluster() -> str:
     """Return the address, HOST:PORT, of the only Ray cluster on this machine.
 
-    That is the cluster of the last `ray start`, if it answers. Ray's own search takes any of several clusters, and an
-    old address where none is left.
+    That is the cluster of the last `ray start`, if it answers. Ray's own search takes any of several clusters, also of
+    other users, and an old address where none is left.
 
     Raises:
-        ConnectionError: There is none, or there are several.
+        ConnectionError: This user has none, or several.
     """
-    from ray._private.services import find_gcs_addresses
-
     if started := cluster_started_here():
         return started
-    found = sorted(find_gcs_addresses())
+    found = sorted(_addresses_of_own_nodes())
     if len(found) == 1:
         return found[0]
     if found:
         raise ConnectionError(f"{len(found)} clusters run on this machine: {', '.join(found)}; name one of them")
-    raise ConnectionError("no cluster runs on this machine")
+    raise ConnectionError("no cluster of this user runs on this machine")
 
 
 def check_only_cluster() -> None:
-    """Raise ConfigError if several Ray clusters run on this machine.
+    """Raise ConfigError if several Ray clusters of this user run on this machine.
 
     None of them is meant for certain.
     """
@@ -247,12 +247,27 @@ def check_only_cluster() -> None:
 
 
 def clusters_here() -> list[str]:
-    """Return the addresses, HOST:PORT, of the Ray clusters that this machine belongs to and that answer."""
-    from ray._private.services import find_gcs_addresses
-
+    """Return the addresses, HOST:PORT, of this user's Ray clusters on this machine that answer."""
     started = cluster_started_here()
-    by_port = {address.rpartition(":")[2]: address for address in find_gcs_addresses() if _accepts(address)}
+    by_port = {address.rpartition(":")[2]: address for address in _addresses_of_own_nodes() if _accepts(address)}
     return sorted((by_port | ({started.rpartition(":")[2]: started} if started else {})).values())
+
+
+def _addresses_of_own_nodes() -> set[str]:
+    """Return the addresses that this user's raylets name. Another user's process may name any, to get the token."""
+    found: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").split()
+            if words and Path(words[0]).name == "raylet" and _is_own(folder):
+                found |= {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
+    return found
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether all user ids of a process are this one's. The owner of its folder would not say: see prctl(2)."""
+    [line] = [line for line in (folder / "status").read_text(errors="replace").splitlines() if line.startswith("Uid:")]
+    return set(line.split()[1:]) == {str(os.getuid())}
 
 
 def _accepts(address: str) -> bool:
@@ -344,10 +359,17 @@ def cluster_started_here() -> str | None:
 
 
 def address_of_last_start() -> str | None:
-    """Return the address that `ray start` wrote down on this machine; its cluster may be gone."""
+    """Return the address that this user's `ray start` wrote down on this machine; its cluster may be gone.
+
+    Everybody may write to the file's folder. A file of another user, or a link, is ignored.
+    """
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # where Ray writes it
     try:
-        with open(os.path.join(folder, "ray", "ray_current_cluster"), encoding="utf-8") as f:
-            return f.read().strip()
+        with open(os.path.join(folder, "ray", "ray_current_cluster"), encoding="utf-8", opener=_open_itself) as f:
+            return f.read(MAX_ADDRESS).strip() if os.fstat(f.fileno()).st_uid == os.getuid() else None
     except (OSError, ValueError):
         return None
+
+
+def _open_itself(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

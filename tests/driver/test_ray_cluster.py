@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
+from hybridrl.driver.ray_cluster import address_of_last_start
 from tests.support.driver.one_process import run_in_one_process
 from tests.support.driver.ray_head import free_port, own, ray_head
 
@@ -30,6 +32,8 @@ START = (
     "raise SystemExit(run_program(work))\n"
 )
 TOKEN = "0123456789abcdef" * 4
+NOBODY = 65534
+FIND = "from hybridrl.driver import ray_cluster as r; print(r.clusters_here(), r.address_of_last_start())"
 LS = "import sys; from hybridrl.cli import main; sys.exit(main(['job', 'ls']))"
 
 
@@ -132,3 +136,45 @@ def test_with_two_clusters_on_the_machine_no_command_picks_one_and_both_are_name
         done = run(LS.replace("'ls'", f"'ls', '--address', '{other}'"), **own(folder))
     printed = rf"no job runs on the Ray cluster at [0-9.]+:{other.rpartition(':')[2]}\n"
     assert done.returncode == 0 and re.fullmatch(printed, done.stdout), done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root starts processes of another user")
+def test_the_token_goes_to_no_process_and_no_file_of_another_user():
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        token, file = Path(folder, ".ray", "auth_token"), Path(folder, "ray", "ray_current_cluster")
+        for path, text in ((token, TOKEN), (file, address)):
+            path.parent.mkdir()
+            path.write_text(text)
+        os.chown(file, NOBODY, NOBODY)
+        stranger = subprocess.Popen(
+            ["raylet", "-c", "read line", f"--gcs-address={address}"],
+            executable="/bin/sh",
+            stdin=subprocess.PIPE,
+            user=NOBODY,
+        )
+        environment = {name: value for name, value in own(folder).items() if name != "RAY_AUTH_MODE"}
+        try:
+            codes = [FIND, LS, LS.replace("'ls'", "'stop', 'job-1'")]
+            done = run_in_one_process(codes, environment=variables(**environment))
+        finally:
+            stranger.communicate(b"end\n", timeout=20)
+        assert all(address not in text for one in done for text in (one.stdout, one.stderr)), done
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            listener.accept()
+
+
+def test_a_link_in_place_of_the_clusters_file_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "elsewhere").write_text("127.0.0.1:6379\n")
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.symlink_to(tmp_path / "elsewhere")
+    assert address_of_last_start() is None
+    file.unlink()
+    file.write_text("127.0.0.1:6379\n")
+    assert address_of_last_start() == "127.0.0.1:6379"
