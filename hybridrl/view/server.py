@@ -86,7 +86,8 @@ class ViewServer:
 
     def serve(self) -> None:
         """Serve until Ctrl-C, after `take_port`."""
-        web.run_app(self.application(), sock=self._socket, print=None, access_log=None, shutdown_timeout=1.0)
+        settings: dict[str, Any] = {"access_log": None, "shutdown_timeout": 1.0, "auto_decompress": False}
+        web.run_app(self.application(), sock=self._socket, print=None, **settings)
 
     def application(self) -> web.Application:
         """Return the web application."""

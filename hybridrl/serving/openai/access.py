@@ -21,11 +21,16 @@ def api_key_of_environment() -> str | None:
 
 
 def check_access(request: web.Request, *, listens_on: str, api_key: str | None) -> None:
-    """Raise RequestError for a request without the key, or of a web page of another origin."""
+    """Raise RequestError for a request without the key, of a web page of another origin, or with a compressed body."""
     if (reason := refusal(request.headers, listens_on=listens_on)) is not None:
         raise RequestError(reason, status=403)
-    if api_key is None or request.path in OPEN_PATHS:
-        return
+    if api_key is not None and request.path not in OPEN_PATHS:
+        _check_key(request, api_key)
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise RequestError("the header Content-Encoding is not supported; send the body as it is", status=415)
+
+
+def _check_key(request: web.Request, api_key: str) -> None:
     sent = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("X-Api-Key", "")
     if not hmac.compare_digest(sent.encode("utf-8", "replace"), api_key.encode()):
         raise RequestError(f"the API key is wrong or missing; it is in {API_KEY_VARIABLE} of the server", status=401)

@@ -93,7 +93,11 @@ class Endpoint:
             ]
         )
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            auto_decompress=False,  # aiohttp would on this loop, before a handler has looked at the key
         )
         await self._runner.setup()
         try:

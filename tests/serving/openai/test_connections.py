@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import http.client
 import json
 import socket
@@ -369,3 +370,20 @@ def test_health_is_503_once_generation_has_failed(site):
         assert (status, health["generating"]) == (503, False) and "StaleWeightsError" in health["error"]
     finally:
         site.rollout._version = version
+
+
+@pytest.mark.parametrize("key", ["right", "wrong"])
+def test_compressed_bodies_are_refused_and_never_inflated(rollout, served, key):
+    site = Site(rollout, served, api_key="right")
+    bomb = gzip.compress(bytes(100 << 20)) * 10  # 1 GB, of which a second of inflating would be seen below
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: {len(bomb)}\r\n\r\n"
+    try:
+        before_s = time.process_time()
+        for _ in range(4):
+            with site.connect() as connection:
+                connection.sendall(head.encode() + bomb)
+                assert connection.recv(12) == (b"HTTP/1.1 415" if key == "right" else b"HTTP/1.1 401")
+        assert time.process_time() - before_s < 1
+    finally:
+        site.close()
