@@ -215,3 +215,16 @@ def test_defaults_that_matter_are_those_of_the_chosen_algorithm():
 
 def test_a_key_finds_the_rows_above_it():
     assert [key for key, _ in rows_of("ray_kwargs.ray_init.num_cpus")] == ["ray_kwargs"]
+
+
+ACTOR_DTYPE = "actor_rollout_ref.actor.fsdp_config.dtype"
+
+
+@pytest.mark.parametrize("key", [ACTOR_DTYPE, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"])
+def test_a_dtype_of_the_actor_is_taken_over_or_refused_and_never_without_effect(key):
+    for text, dtype in [("torch.bfloat16", "bfloat16"), ("BF16", "bfloat16"), ("fp32", "float32")]:
+        [word] = take_over(PPOConfig, [f"{key}={text}"]).words
+        assert word == f"{ACTOR_DTYPE}={dtype}"
+    for misspelt in ("bf61", "torch.bf16", "float16"):
+        with pytest.raises(ConfigError, match=rf"{ACTOR_DTYPE}={misspelt}: must be one of auto, float32, bfloat16"):
+            load_config(PPOConfig, [f"{key}={misspelt}"], program="p", config_name="ppo_trainer")

@@ -10,10 +10,9 @@ ACTOR, REF, ROLLOUT, MODEL = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.roll
 TRAINED = "{actor_rollout_ref.actor,critic}"
 ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}"
 MODELS = "{actor_rollout_ref.model,critic.model}"
-FSDP = (
-    "{actor_rollout_ref.actor.fsdp_config,actor_rollout_ref.ref.fsdp_config,critic.fsdp_config,critic.fsdp,"
-    "critic.model.fsdp_config}"
-)
+OTHERS_FSDP = "{actor_rollout_ref.ref.fsdp_config,critic.fsdp_config,critic.fsdp,critic.model.fsdp_config}"
+FSDP = f"{{actor_rollout_ref.actor.fsdp_config,{OTHERS_FSDP[1:]}"
+DTYPES = {"bf16": "bfloat16", "torch.bfloat16": "bfloat16", "fp32": "float32", "torch.float32": "float32"}
 MEGATRON = f"{ROLES}.megatron"
 LAYOUT = (
     "{tensor_model_parallel_size,pipeline_model_parallel_size,virtual_pipeline_model_parallel_size,"
@@ -58,17 +57,12 @@ FSDP_ROWS: tuple[Row, ...] = (
     renamed(
         f"{ACTOR}.fsdp_config.mixed_precision.param_dtype",
         f"{ACTOR}.fsdp_config.dtype",
-        values={"bf16": "bfloat16", "fp32": "float32"},
+        values=DTYPES,
     ),
     done(f"{FSDP}.mixed_precision", "gradients are reduced in float32, and others compute as the actor does"),
-    renamed(
-        f"{ACTOR}.fsdp_config.dtype",
-        f"{ACTOR}.fsdp_config.dtype",
-        when=("bf16", "fp32"),
-        values={"bf16": "bfloat16", "fp32": "float32"},
-    ),
-    done(f"{FSDP}.dtype", "others compute as the actor does", same_as=f"{ACTOR}.fsdp_config.dtype"),
-    no_effect(f"{FSDP}.dtype", "others compute in the actor's dtype, actor_rollout_ref.actor.fsdp_config.dtype"),
+    renamed(f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.dtype", when=tuple(DTYPES), values=DTYPES),
+    done(f"{OTHERS_FSDP}.dtype", "others compute as the actor does", same_as=f"{ACTOR}.fsdp_config.dtype"),
+    no_effect(f"{OTHERS_FSDP}.dtype", "others compute in the actor's dtype, actor_rollout_ref.actor.fsdp_config.dtype"),
     done(f"{FSDP}.offload_policy", "nothing is offloaded unless param_offload says so", "false"),
     renamed(
         f"{ACTOR}.fsdp_config.offload_policy",
