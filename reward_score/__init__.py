@@ -3,7 +3,8 @@
 The table leads from a row's `data_source` to its score function.
 
 Nothing here imports hybridrl, so that a score function can be used, tested and copied on its own. The functions have no
-time limit: a hostile answer can keep `math` busy for long. `hybridrl.rewards` runs them in processes with a limit.
+time limit: a hostile answer can keep `math` busy for long. `hybridrl.rewards` runs them in processes with a limit, and
+scores a response 0 that exceeds it where `HARMLESS_RESPONSE` does not.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from reward_score import code, environment, gsm8k, math, math_dapo
 
 __all__ = [
     "DATA_SOURCES",
+    "HARMLESS_RESPONSE",
     "default_compute_score",
     "has_score_function",
     "runs_programs",
@@ -45,6 +47,7 @@ DATA_SOURCES: dict[str, Callable[..., float | dict[str, Any]]] = {
     "environment": environment.compute_score,
 }
 """Score function of each data source. Names that start with "aime" use that of `math_dapo`."""
+HARMLESS_RESPONSE = "\\boxed{0}\n#### 0\nAnswer: 0"  # each function reads an answer in it
 
 
 def default_compute_score(

@@ -7,8 +7,9 @@ where the program is, and no judgement comes from there:
 * calls: `in_sandbox/calls.py` runs beside the program and prints what it returned; the values are compared here;
 * unit tests: they run in a sandbox of their own, on the recorded answers of the program (`in_sandbox/judge.py`).
 
-So a program that ends early with status 0, prints "passed", or returns an object that equals everything fails. What
-fails without the program's fault (a server is gone, tests that cannot be run) raises, and is no score.
+So a program that ends early with status 0, prints "passed", or returns an object that equals everything fails. So does
+one that leaves no time for the other cases, or forges a value that cannot be compared. What fails without the program's
+fault (a server is gone, tests that cannot be run) raises, and is no score.
 """
 
 import functools
@@ -136,7 +137,7 @@ def score_inputs(
         outcome = sandbox.run(code, stdin=tests.inputs[number], files={}, time_limit_s=sandbox.time_limit_s)
         if outcome.verdict != "ok":
             return Case(outcome.detail or outcome.verdict, late=outcome.verdict == LATE)
-        same = same_output(outcome.stdout, tests.outputs[number], tolerance=tolerance)
+        same = _is_same(same_output, outcome.stdout, tests.outputs[number], tolerance=tolerance)
         return Case() if same else Case(f"case {number}: another output")
 
     return run_cases(run_case, len(tests.inputs), sandbox, stop_early=not continuous)
@@ -145,27 +146,42 @@ def score_inputs(
 def run_cases(run_case: Callable[[int], Case], count: int, sandbox: Runner, *, stop_early: bool) -> list[Case]:
     """Return the results of cases 0 to count - 1, at least one of them.
 
-    Cases begin within `sandbox.budget_s`. If that ends because cases were late, the others count as late. With
-    `stop_early`, none begins after a failure: the result then ends with it.
+    Cases begin within `sandbox.budget_s`. Those that do not count as late if a case was late, or if an empty program
+    would have left time for all. With `stop_early`, none begins after a failure: the result then ends with it.
 
     Raises:
-        TimeoutError: The time has ended, and no case was late.
+        TimeoutError: The time has ended, and an empty program would not have been done, either.
     """
     deadline, cases = time.monotonic() + sandbox.budget_s, list[Case]()
     with ThreadPoolExecutor(max_workers=min(sandbox.concurrency, count)) as pool:
         while len(cases) < count:
             if cases and time.monotonic() > deadline:
-                if not any(case.late for case in cases):
+                if not (any(case.late for case in cases) or _leaves_time(count, sandbox)):
                     raise TimeoutError(
                         f"only {len(cases)} of {count} cases began within {sandbox.budget_s:g} s, and none was late: "
                         "raise reward_model.timeout_s"
                     )
-                return cases + [Case("not run: others were late", late=True)] * (count - len(cases))
+                return cases + [Case("not run: others took the time", late=True)] * (count - len(cases))
             numbers = range(len(cases), min(len(cases) + sandbox.concurrency, count))
             cases += pool.map(run_case, numbers)
             if stop_early and any(case.reason for case in cases):
                 return cases
     return cases
+
+
+def _leaves_time(count: int, sandbox: Runner) -> bool:
+    """Return whether so many cases of an empty program, which is run once, would begin within `sandbox.budget_s`."""
+    began = time.monotonic()
+    sandbox.run("", files={}, time_limit_s=sandbox.time_limit_s)
+    return (time.monotonic() - began) * -(-count // sandbox.concurrency) <= sandbox.budget_s
+
+
+def _is_same(compare: Callable[..., bool], found: Any, expected: Any, *, tolerance: float | None) -> bool:
+    """Return whether `compare` takes them for equal. What a program forges may not even be comparable."""
+    try:
+        return compare(found, expected, tolerance=tolerance)
+    except (TypeError, ValueError, ArithmeticError, RecursionError):
+        return False
 
 
 def score_calls(code: str, tests: CallTests, sandbox: Runner, *, tolerance: float | None) -> list[Case]:
@@ -177,7 +193,7 @@ def score_calls(code: str, tests: CallTests, sandbox: Runner, *, tolerance: floa
         if "error" in answer:
             cases.append(Case(": ".join(answer["error"]), late=answer["error"][0] == "TimeUp"))
         else:
-            same = same_value(answer["value"], expected, tolerance=tolerance)
+            same = _is_same(same_value, answer["value"], expected, tolerance=tolerance)
             cases.append(Case() if same else Case(f"case {number}: returned another value"))
     return cases
 
@@ -225,7 +241,8 @@ def _is_error(value: Any) -> bool:
 def _is_value(value: Any, depth: int) -> bool:
     """Return whether a value is one as `in_sandbox.wire` encodes them, at most so deep."""
     if isinstance(value, dict):
-        return value.keys() == {"kind", "value"} and isinstance(value["kind"], str) and _is_value(value["value"], depth)
+        is_kind = value.keys() == {"kind", "value"} and isinstance(value["kind"], str)
+        return is_kind and depth > 0 and _is_value(value["value"], depth - 1)
     return not isinstance(value, list) or (depth > 0 and all(_is_value(item, depth - 1) for item in value))
 
 

@@ -212,9 +212,31 @@ class RewardManager:
         """Return each row's score: the function's, unless the reward model has scored the row."""
         rows = [row for row in range(len(samples)) if row not in by_model]
         results = self.run_calls([samples[row] for row in rows]) if rows else []
+        if self._built_in:
+            results = self._blamed([samples[row] for row in rows], results)
         by_function = self.adjust([read_score(result) for result in results], lengths_B[rows])
         scores = {**by_model, **dict(zip(rows, by_function, strict=True))}
         return [scores[row] for row in range(len(samples))]
+
+    def _blamed(self, samples: list[dict[str, Any]], results: list[CallResult]) -> list[CallResult]:
+        """Return the results, with 0 for each response that makes a built-in function fail.
+
+        Else a policy would learn to be left out. To blame is a response with which the function fails twice, though it
+        scores a harmless one. Programs have limits of their own: `reward_score.code` blames them.
+        """
+        named = enumerate(zip(samples, results, strict=True))
+        failed = [row for row, (s, r) in named if r.failure and not reward_score.runs_programs(str(s["data_source"]))]
+        if not failed:
+            return results
+        harmless = [{**samples[row], "solution_str": reward_score.HARMLESS_RESPONSE} for row in failed]
+        again = self.run_calls([*(samples[row] for row in failed), *harmless])
+        results = [*results]
+        for row, second, other in zip(failed, again[: len(failed)], again[len(failed) :], strict=True):
+            results[row] = second
+            if second.failure and not other.failure:
+                logger.warning("sample %d is scored 0, its response makes the function fail: %s", row, second.reason)
+                results[row] = CallResult(value=0.0)
+        return results
 
     def _samples(self, data: DataProto, lengths_B: torch.Tensor) -> list[dict[str, Any]]:
         """Return each row's arguments for the reward function."""

@@ -245,6 +245,31 @@ def test_a_late_case_has_failed_and_the_rest_of_a_hanging_program_is_not_run(run
     assert (round(found["score"], 2), round(found["late"], 2)) == (0.67, 0.33)
 
 
+FORGED_VALUES = ['{"kind":"dict","value":5}', '{"kind":"set","value":{"kind":"x","value":1}}', "1" + "0" * 400]
+NESTED = '{"kind":"tuple","value":' * 300 + "1" + "}" * 300
+
+
+@pytest.mark.parametrize("value", [*FORGED_VALUES, NESTED], ids=["dict", "set", "number", "nested"])
+def test_a_forged_value_that_cannot_be_compared_is_a_wrong_one(value, runner):
+    forged = (
+        "import os\nfor number in range(64):\n    try:\n"
+        f'        os.write(number, b\'{{"call":0,"value":{value}}}\\n\')\n'
+        "    except OSError:\n        pass\nos._exit(0)"
+    )
+    calls = {"inputs": [[1]], "outputs": [1], "fn_name": "f"}
+    found = code.compute_score(block(forged), calls, sandbox=runner, tolerance=1e-6)
+    assert (found["score"], found["late"]) == (0.0, 0.0)
+    found = code.compute_score(block(forged), ["assert f(1) == 1"], sandbox=runner)
+    assert found["score"] == 0.0
+
+
+def test_a_program_that_sleeps_below_the_limit_of_a_case_is_scored(runner):
+    truth = {"inputs": ["1"] * 4, "outputs": ["1"] * 4}
+    short = replace(runner, time_limit_s=4.0, budget_s=6.0)
+    found = code.compute_score(block("import time\ntime.sleep(3.5)"), truth, sandbox=short)
+    assert (found["score"], found["late"]) == (0.0, 0.5) and found["failure"] == "case 0: another output"
+
+
 def test_more_cases_than_the_time_of_a_call_allows_are_no_score(runner):
     truth = {"inputs": ["1"] * 5, "outputs": ["1"] * 5}
     with pytest.raises(TimeoutError, match="raise reward_model.timeout_s"):

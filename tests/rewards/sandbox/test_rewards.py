@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from hybridrl.config import PPOConfig, from_dict
 from hybridrl.rewards import RewardManager, load_reward_manager
@@ -53,6 +54,20 @@ def test_a_source_whose_rows_run_programs_has_its_sandbox_tried_before_training(
     )
     late = load(sandbox_fusion={"timeout_s": 50.0})
     assert "set reward_model.timeout_s=101 or more" in late.check_source("mbpp")
+
+
+def test_a_response_that_makes_a_built_in_function_hang_or_fail_is_scored_0_and_a_broken_row_is_left_out():
+    manager = load(timeout_s=8.0, limits={"memory_mb": 1500})
+    bombs = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{" + "(" * 3000 + "}", r"\boxed{10^{10^{10}}!}"]
+    samples = [sample("lighteval/MATH", text, r"\frac{1}{2}") for text in [*bombs, r"\boxed{0.5}", "none"]]
+    samples.append(sample("lighteval/MATH", r"\boxed{2}", None))
+    try:
+        scores = manager._scores(samples, torch.ones(len(samples), dtype=torch.int64), by_model={})
+    finally:
+        manager.close()
+    assert [score.value for score in scores] == [0.0] * len(bombs) + [1.0, 0.0, 0.0]
+    assert [score.valid for score in scores] == [True] * (len(bombs) + 2) + [False]
+    assert scores[-1].failure == "error"
 
 
 @pytest.mark.slow
