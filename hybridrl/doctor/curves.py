@@ -21,9 +21,18 @@ class Curves:
         """Return the finite values of a metric, by step."""
         return self._history.series(name)[1]
 
+    def series(self, name: str) -> tuple[Sequence[int], Sequence[float]]:
+        """Return steps and finite values of a metric."""
+        return self._history.series(name)
+
     def names(self, prefix: str) -> list[str]:
         """Return the metrics whose names begin so."""
         return [entry["name"] for entry in self._history.names() if entry["name"].startswith(prefix)]
+
+    def start(self, name: str) -> float:
+        """Return the median of the first three values, before a policy can have changed much."""
+        values = self.values(name)[:3]
+        return statistics.median(values) if values else math.nan
 
     def begin(self, name: str) -> float:
         """Return the median of the first values."""

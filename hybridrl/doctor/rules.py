@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from hybridrl.doctor.curves import Curves
 from hybridrl.doctor.finding import Finding
@@ -15,6 +16,9 @@ SCORE, ENTROPY, LENGTH = "critic/score/mean", "actor/entropy", "response_length/
 FLAT = 1e-3  # a score that moves less does not move
 MIN_FALL = 0.05  # of a score; a smaller one may be noise
 LOW_ENTROPY = 0.005  # nats; the quick start ends with 0.012 and 99 % right answers
+FALL = 0.4  # to this share of the first values: of length or entropy, where the held-out accuracy does not rise
+RESULTS = ("reward_extra/acc/mean", "reward_extra/accuracy/mean", "reward_extra/correct/mean")
+FAR_STEP = 1.0  # of actor/ppo_kl: one step that leaves no doubt
 FAILURES = "reward/"  # metrics that count failed calls
 MIN_STAGE_SHARE = 0.1  # of a step, for a stage worth naming
 
@@ -159,9 +163,30 @@ def _collapse(curves: Curves) -> Iterator[Finding]:
         yield Finding("the policy was destroyed", seen, change)
 
 
+def _accuracies(curves: Curves) -> list[str]:
+    """Return the metrics that show whether responses are right: of validation, and beside the training score."""
+    return [name for name in [*curves.names("val-core/"), *RESULTS] if len(curves.values(name)) > 1]
+
+
+def _rises(curves: Curves, name: str) -> bool:
+    return curves.end(name) > curves.start(name) + MIN_FALL
+
+
+def far_steps(curves: Curves, learning_rate: Any) -> Iterator[Finding]:
+    """Yield the first step that moved the policy beyond doubt, with the learning rate; one step is enough."""
+    steps, values = curves.series("actor/ppo_kl")
+    far = next(((step, value) for step, value in zip(steps, values, strict=True) if value > FAR_STEP), None)
+    if far is not None:
+        seen = f"actor/ppo_kl is {far[1]:.3g} at step {far[0]}, with optim.lr={learning_rate}; below 0.05 is usual"
+        change = "actor_rollout_ref.actor.optim.lr down by 10 or more (1e-6 to 1e-5 is usual), and start again"
+        yield Finding("the learning rate is too high", seen, change)
+
+
 def _entropy(curves: Curves) -> Iterator[Finding]:
-    first, last = curves.begin(ENTROPY), curves.end(ENTROPY)
-    if last < LOW_ENTROPY and last < 0.2 * first:
+    first, last = curves.start(ENTROPY), curves.end(ENTROPY)
+    accuracies = _accuracies(curves)
+    is_useless = bool(accuracies) and not any(_rises(curves, name) for name in accuracies)
+    if (last < LOW_ENTROPY and last < 0.2 * first) or (last < FALL * first and is_useless):
         change = "actor_rollout_ref.actor.clip_ratio_high up (0.28), entropy_coeff up, optim.lr down"
         yield Finding("the policy no longer explores", f"{ENTROPY} fell from {first:.3g} to {last:.3g}", change)
 
@@ -189,19 +214,35 @@ def _skipped(curves: Curves) -> Iterator[Finding]:
 
 
 def _length(curves: Curves) -> Iterator[Finding]:
-    first, last = curves.begin(LENGTH), curves.end(LENGTH)
+    first, last = curves.start(LENGTH), curves.end(LENGTH)
+    seen = f"{LENGTH} fell from {first:.3g} to {last:.3g}"
     if last < 3 and first > 3 * last:
-        change = "read samples; the reward may pay for saying nothing"
-        yield Finding("responses have become empty", f"{LENGTH} fell from {first:.3g} to {last:.3g}", change)
+        yield Finding("responses have become empty", seen, "read samples; the reward may pay for saying nothing")
+    elif last < FALL * first and not any(_rises(curves, name) for name in _accuracies(curves)):
+        if curves.end(SCORE) > curves.start(SCORE):
+            seen += f" while {SCORE} rose from {curves.start(SCORE):.3g} to {curves.end(SCORE):.3g}"
+        change = "read samples (hybridrl view RUN): the reward may pay for short responses; pay for right ones only"
+        yield Finding("responses have collapsed", seen, change)
+
+
+def _results(curves: Curves) -> Iterator[Finding]:
+    """Yield a score that rises without what it should stand for, as with a bonus for the format."""
+    gain = curves.end(SCORE) - curves.start(SCORE)
+    for name in RESULTS:
+        if curves.values(name) and gain > MIN_FALL and curves.end(name) - curves.start(name) < 0.2 * gain:
+            seen = f"{SCORE} rose by {gain:.2g}, {name} went from {curves.start(name):.3g} to {curves.end(name):.3g}"
+            change = "pay the bonus for right answers only, or less; read samples (hybridrl view RUN)"
+            yield Finding("the reward rises without right answers", seen, change)
 
 
 def _validation(curves: Curves) -> Iterator[Finding]:
     for name in curves.names("val-core/"):
         values = curves.values(name)
-        rises = curves.end(SCORE) > curves.begin(SCORE)
-        if len(values) > 2 and values[-1] < max(values) - 0.05 and rises:
+        rises = curves.end(SCORE) > curves.start(SCORE)
+        best = max(values, default=math.nan)
+        if len(values) > 1 and values[-1] < best - max(MIN_FALL, 0.2 * best) and rises:
             change = "stop at the best step, add data, or look for a gamed reward in the samples"
-            seen = f"{name} fell from {max(values):.3g} to {values[-1]:.3g} while {SCORE} rose"
+            seen = f"{name} fell from {best:.3g} to {values[-1]:.3g} while {SCORE} rose"
             yield Finding("the gain does not generalise", seen, change)
 
 
@@ -238,6 +279,7 @@ RULES: tuple[Callable[[Curves], Iterator[Finding]], ...] = (
     _gradient,
     _skipped,
     _length,
+    _results,
     _validation,
     _stages,
     _agents,

@@ -40,6 +40,7 @@ def examine_run(path: str) -> Iterator[Finding]:
     yield from _failures(run)
     yield from _checkpoints(run, steps)
     yield from _prompts(run.folder)
+    yield from rules.far_steps(curves, _setting(run, "actor_rollout_ref.actor.optim.lr", "unknown"))
     if steps < MIN_STEPS:
         yield from rules.failure_shares(curves)
         yield Finding("metrics", f"fewer than {MIN_STEPS} steps: too few to judge the curves by")
@@ -84,12 +85,19 @@ def _failures(run: Run) -> Iterator[Finding]:
 def _checkpoints(run: Run, steps: int) -> Iterator[Finding]:
     names = [name for name in run.folder.names() if name.startswith("global_step_")]
     newest = max((int(name.rpartition("_")[2]) for name in names if name.rpartition("_")[2].isdigit()), default=None)
-    if newest is None and steps >= MIN_STEPS:
+    if newest is not None:
+        yield Finding("newest checkpoint", f"step {newest}")
+        return
+    freq = _setting(run, "trainer.save_freq", -1)
+    if isinstance(freq, int) and freq > steps:
+        yield Finding("checkpoint", f"none yet: trainer.save_freq={freq} commits the first one after step {freq}")
+    elif isinstance(freq, int) and freq > 0:
+        seen = f"none after {steps} steps, although trainer.save_freq={freq}"
+        yield Finding("no checkpoint", seen, "read the log about checkpoints; trainer.default_local_dir may be full")
+    elif steps >= MIN_STEPS:
         yield Finding(
             "no checkpoint", f"{steps} steps are lost with the run", "trainer.save_freq=N commits every N steps"
         )
-    elif newest is not None:
-        yield Finding("newest checkpoint", f"step {newest}")
 
 
 def _prompts(folder: Folder) -> Iterator[Finding]:

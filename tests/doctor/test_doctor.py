@@ -1,4 +1,4 @@
-"""`hybridrl doctor`: thirteen planted faults are named, and a healthy run has none."""
+"""`hybridrl doctor`: seventeen planted faults are named, and a healthy run has none."""
 
 import json
 import math
@@ -92,6 +92,29 @@ FAULTS = {
         "the gain does not generalise",
         "samples",
     ),
+    "overfitting that two validations show": (
+        {"val-core/openai/gsm8k/acc/mean@1": lambda step: {0: 0.2, STEPS - 1: 0.0}.get(step, math.nan)},
+        "the gain does not generalise",
+        "samples",
+    ),
+    "length that collapses within five steps": (
+        {
+            "response_length/mean": lambda step: max(5.0, 27.0 - 4.4 * step),
+            "val-core/openai/gsm8k/acc/mean@1": lambda step: 0.2,
+        },
+        "responses have collapsed",
+        "pay for right ones only",
+    ),
+    "entropy that falls to a third while nothing is learned": (
+        {"actor/entropy": curve(2.9, 0.8), "val-core/openai/gsm8k/acc/mean@1": lambda step: 0.2},
+        "the policy no longer explores",
+        "clip_ratio_high",
+    ),
+    "format that is paid for": (
+        {"reward_extra/acc/mean": curve(0.2, 0.1)},
+        "the reward rises without right answers",
+        "pay the bonus for right answers only",
+    ),
     "steps too large": ({"actor/ppo_kl": curve(0.01, 0.5)}, "a step moves the policy too far", "optim.lr down"),
 }
 
@@ -130,6 +153,29 @@ def test_an_error_lost_processes_and_a_missing_checkpoint_are_named(tmp_path, ca
     shown = capsys.readouterr().out
     assert "the run ended with an error: WorkerLost: rollout-1 was lost" in shown
     assert "rollout 5 times; 10 s of recovery" in shown and "trainer.save_freq=N" in shown
+
+
+def test_a_length_and_an_entropy_that_fall_while_the_accuracy_rises_are_no_fault(tmp_path):
+    curves = {"response_length/mean": curve(90.0, 20.0), "actor/entropy": curve(0.08, 0.012)}
+    assert problems(write_run(tmp_path / "run", curves=HEALTHY | curves)) == []
+
+
+def test_one_step_that_moves_the_policy_far_names_the_learning_rate(tmp_path):
+    curves = HEALTHY | {"actor/ppo_kl": lambda step: 3.8 if step else 0.01}
+    settings = json.dumps({"actor_rollout_ref": {"actor": {"optim": {"lr": 0.1}}}})
+    [found] = problems(write_run(tmp_path / "run", curves=curves, steps=2, config__json=settings))
+    assert found.name == "the learning rate is too high" and "optim.lr down" in found.change
+    assert "actor/ppo_kl is 3.8 at step 2, with optim.lr=0.1" in found.seen
+
+
+@pytest.mark.parametrize(("freq", "is_problem"), [(STEPS + 1, False), (STEPS - 1, True), (-1, True)])
+def test_a_checkpoint_that_is_not_due_yet_is_no_fault(freq, is_problem, tmp_path):
+    settings = json.dumps({"trainer": {"save_freq": freq, "total_training_steps": 99}})
+    path = write_run(tmp_path / "run", config__json=settings)
+    (tmp_path / "run" / f"global_step_{STEPS}").rmdir()
+    assert [found.name for found in problems(path)] == ["no checkpoint"] * is_problem
+    shown = "\n".join(map(str, doctor.examine_run(path)))
+    assert (f"trainer.save_freq={freq} commits the first one after step {freq}" in shown) is not is_problem
 
 
 def test_a_lag_that_is_set_is_no_fault(tmp_path):
