@@ -5,6 +5,7 @@ Used by `ConsoleTracker` in `tracking.py`, in the driver. Stores nothing.
 
 import contextlib
 import logging
+import statistics
 import sys
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from hybridrl.driver.terminal import one_line
 
 MAX_COLUMNS = 160
-ETA_WINDOW = 20  # steps; short enough to follow growing responses, long enough to average over validations
+ETA_WINDOW = 10  # steps, whose median counts: it follows growing responses, and a slow step does not move it
 
 FIRST_STEPS = 10  # of a process: each has a line, to show whether it learns and how fast
 LINE_PERIOD_S = 5.0  # between later lines, so that hundreds of fast steps do not fill the terminal
@@ -40,6 +41,7 @@ HIDDEN_WHEN_ZERO = ("actor/ppo_kl",)  # exactly zero in every run with one updat
 STATUS_LABELS = ("reward", "loss", "len")
 REDRAWS_PER_S = 2
 VALIDATION_LOSS = "val/loss"
+TESTING = "timing_s/testing"
 
 
 class ConsoleProgress:
@@ -54,15 +56,26 @@ class ConsoleProgress:
     Args:
         total_steps: Steps of the whole run, None if unknown.
         start_step: Steps that an earlier process completed.
+        test_freq: Steps between two validations; none if not above 0.
         stream: Where to write.
     """
 
-    def __init__(self, total_steps: int | None = None, *, start_step: int = 0, stream: TextIO | None = None) -> None:
-        self.total_steps = total_steps
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        start_step: int = 0,
+        test_freq: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.total_steps, self._test_freq = total_steps, test_freq
         self._stream = sys.stdout if stream is None else stream
         self._last_first_step = start_step + FIRST_STEPS
-        self._marks = deque([(start_step, time.monotonic())], maxlen=ETA_WINDOW + 1)  # (step, seconds on the clock)
-        self._last_line_at = self._marks[0][1]
+        self._step, self._now = start_step, time.monotonic()  # of the last step that was shown
+        self._num_seen = 0  # steps of this process
+        self._step_s = deque[float](maxlen=ETA_WINDOW)  # without validation
+        self._validation_s = deque[float](maxlen=ETA_WINDOW)
+        self._last_line_at = self._now
         self._open = contextlib.ExitStack()
         self._status: Progress | None = None
         if self._stream.isatty():
@@ -76,11 +89,10 @@ class ConsoleProgress:
 
         One line for training if it is due, and one per validated data source.
         """
-        if step > self._marks[-1][0]:
-            self._marks.append((step, time.monotonic()))
+        self._record(metrics, step)
         fields, validated = step_fields(metrics), validation_lines(metrics, step, total_steps=self.total_steps)
         if fields and (validated or self._line_is_due(step)):
-            self._last_line_at = self._marks[-1][1]
+            self._last_line_at = self._now
             self._write(step_line(metrics, step, total_steps=self.total_steps, eta_s=self.eta_s()))
         for line in validated:
             self._write(line)
@@ -90,14 +102,41 @@ class ConsoleProgress:
 
     def _line_is_due(self, step: int) -> bool:
         always = step <= self._last_first_step or step == self.total_steps
-        return always or self._marks[-1][1] - self._last_line_at >= LINE_PERIOD_S
+        return always or self._now - self._last_line_at >= LINE_PERIOD_S
+
+    def _record(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the seconds of a step and of its validation.
+
+        Before the first step of a process models are loaded, so that only the step's own metric tells its seconds.
+        """
+        if step <= self._step:
+            return
+        now, num_steps, testing_s = time.monotonic(), step - self._step, metrics.get(TESTING, 0.0)
+        if any(name.startswith("val-core/") or name == VALIDATION_LOSS for name in metrics):
+            self._validation_s.append(testing_s)
+        step_s = (now - self._now) / num_steps if self._num_seen else metrics.get("perf/time_per_step")
+        if self._num_seen == 1:
+            self._step_s.clear()  # the first step warms up
+        if step_s is not None:
+            self._step_s.append(max(0.0, step_s - testing_s))
+        self._step, self._now, self._num_seen = step, now, self._num_seen + 1
 
     def eta_s(self) -> float | None:
-        """Return the estimated seconds left at the speed of the latest steps, None if unknown."""
-        (first_step, first_time), (last_step, last_time) = self._marks[0], self._marks[-1]
-        if self.total_steps is None or last_step == first_step:
+        """Return the estimated seconds left, None if unknown.
+
+        They are the median of the last steps for each step, and that of the last validations for each validation.
+        """
+        if self.total_steps is None or not self._step_s:
             return None
-        return max(0, self.total_steps - last_step) * (last_time - first_time) / (last_step - first_step)
+        left = max(0, self.total_steps - self._step) * statistics.median(self._step_s)
+        return left + self._validations_left() * (statistics.median(self._validation_s) if self._validation_s else 0.0)
+
+    def _validations_left(self) -> int:
+        """Return how many steps will be validated: every `test_freq`-th one and the last one."""
+        if self._test_freq <= 0 or self.total_steps is None or self._step >= self.total_steps:
+            return 0
+        num_due = self.total_steps // self._test_freq - self._step // self._test_freq
+        return num_due + (self.total_steps % self._test_freq > 0)
 
     def close(self) -> None:
         """Remove the status line; other lines stay."""
@@ -207,7 +246,7 @@ def throughput_fields(metrics: Mapping[str, float]) -> list[str]:
         metrics.get("perf/total_num_tokens"),
     )
     if seconds:
-        seconds -= metrics.get("timing_s/testing", 0.0)
+        seconds -= metrics.get(TESTING, 0.0)
     shown = []
     if seconds and tokens:
         shown.append(f"{tokens / seconds:.0f} tok/s")

@@ -159,7 +159,8 @@ class ConsoleTracker:
     """One line per step on standard output; a bar on a terminal."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._progress = ConsoleProgress(run.total_steps, start_step=run.start_step)
+        test_freq = int(run.config.get("trainer", {}).get("test_freq") or 0)
+        self._progress = ConsoleProgress(run.total_steps, start_step=run.start_step, test_freq=test_freq)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._progress.update(metrics, step)

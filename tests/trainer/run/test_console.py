@@ -112,14 +112,41 @@ def test_without_a_terminal_there_are_plain_lines_only():
 
 
 def test_the_time_left_follows_the_speed_of_the_latest_steps(monkeypatch):
-    clock = iter([100.0, 110.0, 112.0])
+    clock = iter([100.0, 110.0, 112.0, 115.0])
     monkeypatch.setattr("hybridrl.trainer.run.console.time.monotonic", lambda: next(clock))
     progress = ConsoleProgress(10, start_step=4, stream=io.StringIO())
     assert progress.eta_s() is None
-    progress.update(STEP, 5)
-    assert progress.eta_s() == 50.0  # 5 steps left at 10 s
+    progress.update({"train/loss": 1.0}, 5)
+    assert progress.eta_s() is None  # 10 s, in which models were loaded
     progress.update(STEP, 6)
-    assert progress.eta_s() == 24.0  # 4 steps left at 6 s
+    assert progress.eta_s() == 8.0  # 4 steps left at 2 s
+    progress.update(STEP, 7)
+    assert progress.eta_s() == 7.5  # 3 steps left at the median of 2 and 3 s
+
+
+# `timing_s/step` of SmolLM2-135M on two cores, 8 prompts x 8 samples x 48 tokens, while other programs took more and more.
+RECORDED = (
+    *(17.9, 29.0, 27.4, 21.8, 27.5, 43.7, 49.7, 37.7, 31.5, 38.8, 36.3, 34.5, 30.9, 45.7, 33.4, 29.8),
+    *(36.8, 48.1, 56.2, 50.0, 80.3, 75.2, 49.7, 44.1, 47.0, 54.6, 57.5, 68.7, 51.8, 63.5, 47.0),
+)
+LOADING_S, VALIDATION_S = 2000.0, 300.0  # planted: far from what steps take
+
+
+def test_of_a_recorded_run_the_time_left_has_neither_loading_nor_validations_in_its_steps(monkeypatch):
+    testing = [VALIDATION_S if step % 10 == 0 or step == len(RECORDED) else 0.0 for step in range(1, len(RECORDED) + 1)]
+    clock = [LOADING_S + sum(RECORDED[:n]) + sum(testing[:n]) for n in range(1, len(RECORDED) + 1)]
+    times = iter([0.0, *clock])
+    monkeypatch.setattr("hybridrl.trainer.run.console.time.monotonic", lambda: next(times))
+    progress, ratios = ConsoleProgress(len(RECORDED), test_freq=10, stream=io.StringIO()), {}
+    for step, (seconds, testing_s, now) in enumerate(zip(RECORDED, testing, clock, strict=True), 1):
+        own = {"perf/time_per_step": seconds + testing_s, "timing_s/testing": testing_s}
+        progress.update(own | ({"val/loss": 1.0} if testing_s else {}), step)
+        unseen = sum(testing[step:]) if step < 10 else 0.0  # no validation has been measured
+        ratios[step] = progress.eta_s() / max(1.0, clock[-1] - now - unseen)
+    assert ratios.pop(len(RECORDED)) == 0.0 and ratios.pop(1) > 0.3  # of the first step alone
+    # The machine became slower by half, which no estimate can foresee.
+    assert min(ratios.values()) > 0.5 and max(ratios.values()) < 1.5
+    assert all(0.75 < ratios[step] < 1.25 for step in range(20, len(RECORDED)))
 
 
 def test_on_a_terminal_a_status_line_is_below_what_is_logged_and_is_removed_at_the_end():
