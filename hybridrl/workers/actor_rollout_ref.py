@@ -33,6 +33,7 @@ from hybridrl.workers.distillation import student_terms, teacher_terms
 from hybridrl.workers.engine.base import AdapterEngine, Engine, EngineSetup, LossFn, MicroBatching, TokenTerm
 from hybridrl.workers.engine.hf_model import vocabulary_size
 from hybridrl.workers.engine_worker import (
+    computed_by,
     engine_setup,
     lora_of,
     make_engine,
@@ -232,7 +233,8 @@ class ActorRolloutRefWorker(WeightPushMixin):
             out = self.actor.forward(data, self._log_prob_micro(), outputs=("log_probs", "entropy", *more))
             ref = self._without_adapters(data) if reference else {}
         named = {"old_log_probs": out["log_probs"], "entropys": out["entropy"]} | ref
-        return DataProto.from_dict(tensors=named | {name: out[name] for name in more})
+        columns = named | {name: out[name] for name in more}
+        return DataProto.from_dict(tensors=columns, meta_info=computed_by(self.actor))
 
     @register(ENGINE_COMPUTE)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -242,10 +244,11 @@ class ActorRolloutRefWorker(WeightPushMixin):
         """
         if self.ref is None:
             with self._trained():
-                return DataProto.from_dict(tensors=self._without_adapters(data))
+                columns = self._without_adapters(data)
+            return DataProto.from_dict(tensors=columns, meta_info=computed_by(self.actor))
         with on_device(self.ref, self.device, params=ref_engine_settings(self.config).param_offload):
             out = self.ref.forward(data, self._ref_micro(), outputs=("log_probs",))
-        return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+        return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]}, meta_info=computed_by(self.ref))
 
     def _without_adapters(self, data: DataProto) -> dict[str, torch.Tensor]:
         """Return `ref_log_prob` (B, R) float32 of the actor's model without its adapters."""
@@ -311,7 +314,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
                 epochs=actor.ppo_epochs,
                 prefix="actor",
             )
-        meta_info = {"metrics": metrics}
+        meta_info = {"metrics": metrics | computed_by(self.actor).get("metrics", {})}
         return (
             DataProto(meta_info=meta_info) if own is None else DataProto.from_dict(own.columns(), meta_info=meta_info)
         )

@@ -93,6 +93,12 @@ def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_rows: int | None)
     return MicroBatching(max_tokens=max_tokens) if by_tokens else MicroBatching(max_rows=max_rows)
 
 
+def computed_by(engine: Engine) -> dict[str, dict[str, float]]:
+    """Return `meta_info["metrics"]` with what an engine that shares prefixes has computed since the last call."""
+    taken = engine.take_computed() if hasattr(engine, "take_computed") else {}
+    return {"metrics": taken} if taken else {}
+
+
 @contextlib.contextmanager
 def on_device(engine: Engine, device: str, *, params: bool = False, optimizer: bool = False) -> Iterator[Engine]:
     """Keep the offloaded parts of an engine on its device during a block."""

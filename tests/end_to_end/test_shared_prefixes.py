@@ -20,6 +20,7 @@ def test_a_run_with_shared_prompts_has_the_weights_of_one_without(tmp_path, tiny
     assert largest_difference(found[False], found[True]) < 1e-4
     with_trees, without = rows[True][-1], rows[False][-1]
     assert with_trees["actor/pg_loss"] == pytest.approx(without["actor/pg_loss"], abs=1e-5)
+    assert with_trees["perf/mfu/actor"] > 0 and not any("computed" in name for name in with_trees)
     # 3 samples of each prompt: two of its three copies are not computed
     assert 0.2 < with_trees["actor/shared_prefix_ratio"] < 2 / 3
     assert "actor/shared_prefix_ratio" not in without

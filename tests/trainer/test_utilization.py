@@ -1,8 +1,10 @@
 """Utilization: what is divided by what, and stages that get no metric."""
 
+import numpy as np
 import pytest
 import torch
 
+from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker import Worker
@@ -65,6 +67,28 @@ def test_rows_have_their_real_tokens_and_the_tokens_of_responses():
         "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]),
         "response_mask": torch.tensor([[1, 1], [1, 0]]),
     }
-    lengths, num_outputs = SequenceRows.of(columns)
-    assert (lengths.tolist(), num_outputs) == ([3, 3], 3)
+    lengths, num_outputs, computed = SequenceRows.of(columns)
+    assert (lengths.tolist(), num_outputs, computed) == ([3, 3], 3, None)
     assert SequenceRows.of(columns, torch.tensor([1])).num_outputs == 1
+
+
+def test_what_engines_of_two_ranks_computed_counts_in_place_of_the_rows():
+    uses = {"update_actor": ModelUse("actor", FLOPS, "auto", UPDATE, times=2)}
+    rows = ROWS.with_computed({"computed_tokens": [2.0, 3.0], "computed_pairs": [4.0, 5.0]})
+    found = Utilization(uses, PEAKS).metrics({"update_actor": 4.0}, {"update_actor": rows})
+    # Tokens and pairs have both epochs in them; 2 outputs are read in each: 3 * (5 * 10 + 4 * 5 + 9)
+    assert found == {"perf/mfu/actor": pytest.approx(3 * (50 + 20 + 9) / (4 * 150))}
+    assert ROWS.with_computed({"other": 1.0}) is ROWS
+
+
+def test_generation_computes_a_prompt_once_for_its_samples_and_no_last_token():
+    batch = DataProto.from_dict(
+        tensors={
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]),
+            "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]]),
+        },
+        non_tensors={"uid": np.array(["a", "a", "b"], dtype=object)},
+    )
+    # Prompts of 2 and 3 tokens: 3 + 6 pairs. Responses of 2, 3 and 0: tokens 3; 3 and 4 of their rows.
+    rows = SequenceRows.generated(batch)
+    assert (rows.num_outputs, rows.computed) == (5, (5 + 1 + 2, 9 + 3 + 3 + 4))

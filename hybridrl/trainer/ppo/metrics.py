@@ -347,8 +347,9 @@ def computed_rows(ctx: OnlineRLContext, config: PPOConfig, *, step: int) -> dict
     columns = ctx.batch.batch
     trained = SequenceRows.of(columns, training_rows(ctx.batch, config, step=step)[0])
     found = dict.fromkeys(("old_log_prob", "ref", "values"), SequenceRows.of(columns))
-    found |= {"gen": SequenceRows.of(columns, slice(ctx.get("num_new"))), "update_critic": trained}
-    return found | ({"update_actor": trained} if ctx.get("updated") else {})
+    found |= {"gen": SequenceRows.generated(ctx.batch[: ctx.get("num_new")]), "update_critic": trained}
+    found |= {"update_actor": trained} if ctx.get("updated") else {}
+    return {stage: rows.with_computed(ctx.computed.get(stage, {})) for stage, rows in found.items()}
 
 
 # -- helpers

@@ -364,14 +364,25 @@ class PPOLoop(Trainer):
         call = self._calls[pool] = SubmittedCall(group, submit, after=self._calls.get(pool))
         return call
 
-    def score_rows(self, ctx: BatchContext, group: Any, method: Callable, *, of_policy: bool = True) -> Submitting:
-        """Submit a call for all rows, and return its columns when the stage is resumed."""
+    def score_rows(
+        self, ctx: BatchContext, group: Any, method: Callable, *, stage: str = "", of_policy: bool = True
+    ) -> Submitting:
+        """Submit a call for all rows, and return its columns when the stage is resumed.
+
+        Args:
+            ctx: The step.
+            group: Who computes.
+            method: Its method.
+            stage: Name under which `ctx.computed` has what engines that share prefixes computed.
+            of_policy: Whether the model is one whose rows share prefixes.
+        """
         share_prefixes = of_policy and self.config.actor_rollout_ref.actor.use_prefix_grouper
         data, num_ranks = select_columns(ctx.batch, MODEL_INPUT), self._num_dp(group.world_size)
         options = {"balance": self.config.trainer.balance_batch, "share_prefixes": share_prefixes}
         call = self.submit(group, lambda: [call_balanced(method, data, num_ranks=num_ranks, **options)])
         yield call
         [columns] = call.get()
+        ctx.computed[stage] = columns.meta_info.pop("metrics", {})
         return columns
 
     def _num_dp(self, num_ranks: int) -> int:

@@ -77,6 +77,7 @@ from hybridrl.trainer.run.metrics import mean_over_batches
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.samples import sample_rows, write_samples
 from hybridrl.trainer.submitted_call import Submitting
+from hybridrl.trainer.utilization import COMPUTED
 
 
 class RayPPOTrainer(PPOLoop):
@@ -281,7 +282,7 @@ class RayPPOTrainer(PPOLoop):
         more = {"sum_pi_squared": uses_sum_pi_squared(self.config), "reference": reference}
         wanted = {name: True for name, is_wanted in more.items() if is_wanted}
         compute = functools.partial(self.policy.actor.compute_log_prob.submit, **wanted)
-        ctx.batch.union((yield from self.score_rows(ctx, self.policy.actor, compute)))
+        ctx.batch.union((yield from self.score_rows(ctx, self.policy.actor, compute, stage="old_log_prob")))
         ctx.metrics |= log_prob_metrics(ctx.batch, ctx.batch.batch.pop("entropys"))
 
     def reuse_log_probs(self, ctx: BatchContext) -> None:
@@ -295,7 +296,7 @@ class RayPPOTrainer(PPOLoop):
     def ref_log_prob(self, ctx: BatchContext) -> Submitting:
         """Compute log-probs under the reference policy."""
         compute = self.policy.ref.compute_ref_log_prob.submit
-        ctx.batch.union((yield from self.score_rows(ctx, self.policy.ref, compute)))
+        ctx.batch.union((yield from self.score_rows(ctx, self.policy.ref, compute, stage="ref")))
 
     def teacher_log_prob(self, ctx: BatchContext) -> Submitting:
         """Compute log-probs under the teacher of each row, and what else of it the divergence needs."""
@@ -360,7 +361,9 @@ class RayPPOTrainer(PPOLoop):
         ctx.updated = self.global_steps > self.config.trainer.critic_warmup and trains
         if ctx.updated:
             updated = self.policy.actor.update_actor(data)
-            ctx.metrics |= self.update_metrics(updated.meta_info["metrics"], role="actor", prefix="actor")
+            metrics = updated.meta_info["metrics"]
+            ctx.computed["update_actor"] = {name: metrics.pop(name) for name in COMPUTED if name in metrics}
+            ctx.metrics |= self.update_metrics(metrics, role="actor", prefix="actor")
             if not has_old:
                 ctx.own_log_probs = updated
                 ctx.metrics |= metrics_of_update(ctx.batch, updated)

@@ -126,6 +126,7 @@ class BatchContext(OnlineRLContext):
         group_outcomes: With `filter_groups` or tail batching: epoch -> what became of a prompt -> its rows.
         num_new: Samples of this step; those after them come from the replay buffer.
         updated: Whether the policy was updated.
+        computed: Stage -> metrics of its calls, which say what engines that share prefixes computed.
     """
 
     first_step: int = 0  # the run's number of this loop's first step
@@ -138,6 +139,7 @@ class BatchContext(OnlineRLContext):
     own_log_probs: Any = field(init=False)
     num_new: int = field(init=False)
     updated: bool = field(init=False)
+    computed: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,6 +30,8 @@ ROW_TOKENS, COMPUTED_TOKENS = "row_tokens", "computed_tokens"
 
 They are the tokens of a micro-batch's rows, and those that the model computed.
 """
+COMPUTED_PAIRS = "computed_pairs"
+"""Number of (token, token that it sees) for the computed tokens; `take_computed` returns it, too."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,14 @@ class AdapterEngine(Protocol):
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes without its adapters."""
+        ...
+
+
+class PrefixEngine(Protocol):
+    """What an engine that shares prefixes may do besides, so that utilization has the FLOPs that were done."""
+
+    def take_computed(self) -> dict[str, float]:
+        """Return COMPUTED_TOKENS and COMPUTED_PAIRS of this rank's passes since the last call; empty: rows apart."""
         ...
 
 

@@ -7,6 +7,7 @@ is sharded, and how gradients are reduced, is in `fsdp/` and `megatron/`. It run
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,6 +21,7 @@ from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.errors import NonFiniteError
 from hybridrl.workers import engine
 from hybridrl.workers.engine.base import EngineSetup, MeshPosition, StateTensors
+from hybridrl.workers.engine.batching.layout import TokenLayout
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,18 @@ class ShardedEngine(ABC):
 
     def __init__(self, config: EngineSetup):
         self.config = config
+        self._computed: Counter[str] = Counter()
+
+    def _count(self, layout: TokenLayout) -> TokenLayout:
+        """Add what the model computes for rows that share prefixes to what `take_computed` returns."""
+        if layout.tree is not None:
+            self._computed.update(layout.computed())
+        return layout
+
+    def take_computed(self) -> dict[str, float]:
+        """See `PrefixEngine`."""
+        taken, self._computed = dict(self._computed), Counter()
+        return taken
 
     @abstractmethod
     def _reduced_norm(self) -> float:

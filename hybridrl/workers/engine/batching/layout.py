@@ -21,6 +21,7 @@ import torch
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.base import COMPUTED_PAIRS, COMPUTED_TOKENS
 from hybridrl.workers.engine.batching.packed_attention import SequenceSpan, sequence_spans
 
 if TYPE_CHECKING:  # only runs that share prefixes load it
@@ -81,6 +82,11 @@ class TokenLayout:
     shape: tuple[int, int]  # (b,R)
     spans: tuple[SequenceSpan, ...] = ()  # of a packed row, for `packed_attention`
     tree: "AttentionTree | None" = None  # of a packed row with shared prefixes, see `tree_layout`
+
+    def computed(self) -> dict[str, float]:
+        """Return the tokens of a packed row and the tokens that they see: those before them in their rows, and them."""
+        pairs = int((self.position_ids + 1).sum())
+        return {COMPUTED_TOKENS: float(self.input_ids.numel()), COMPUTED_PAIRS: float(pairs)}
 
     def to(self, device: torch.device) -> "TokenLayout":
         """Return the layout with its tensors on a device."""

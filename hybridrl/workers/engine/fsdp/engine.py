@@ -167,7 +167,7 @@ class FSDPEngine(ShardedEngine):
         grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device)
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
-            yield rows, layout_of(grid, rows, **how).to(self._device)
+            yield rows, self._count(layout_of(grid, rows, **how)).to(self._device)
 
 
 def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:

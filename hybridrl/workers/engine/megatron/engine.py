@@ -297,7 +297,10 @@ class MegatronEngine(ShardedEngine):
         take: Callable[..., LocalTokens] = (
             local_tree_tokens if self._shares_prefixes else partial(local_tokens, packed=self.config.packed)
         )
-        return [take(layout_of(grid, rows, **how), rows, self._sharding).to(self._device) for rows in groups]
+        layouts = [self._count(layout_of(grid, rows, **how)) for rows in groups]
+        return [
+            take(layout, rows, self._sharding).to(self._device) for layout, rows in zip(layouts, groups, strict=True)
+        ]
 
     def _in_row_order(
         self, batch: DataProto, micro_batch_tokens: list[LocalTokens], found: list[Outputs], outputs: tuple[str, ...]

@@ -1,9 +1,8 @@
 """FLOPs that a decoder's mathematics needs for a batch: the numerator of model FLOPs utilization (MFU).
 
-*Model FLOPs* as PaLM (arXiv 2204.02311, appendix B) and Megatron (arXiv 2205.05198) define them: what the rows need,
-however an engine computes them. Every token of every row counts, so MFU is a throughput in units of the device. What is
-done twice (recomputed activations) counts once. What is done once for several rows (shared prefixes, prefix caching of
-prompts) counts for every row, so that saving it raises MFU. Padding does not count.
+*Model FLOPs* as PaLM (arXiv 2204.02311, appendix B) and Megatron (arXiv 2205.05198) define them. What is done twice
+(recomputed activations) counts once. What is done once for several rows (shared prefixes) counts once, too: an engine
+that shares prefixes counts the tokens that it computed. Padding does not count.
 
 Counted are matrix products, 2 FLOPs per multiply-add. Not counted: norms, activations, softmax, rotary embeddings,
 biases, the embedding's lookup, the optimizer. Shapes: B rows.
@@ -93,7 +92,11 @@ class ModelFlops:
         """
         lengths = lengths_B.double()
         pairs = float((lengths * (lengths + 1) / 2).sum())
-        weights = self.token * float(lengths.sum()) + self.output * num_outputs
+        return self.of_tokens(float(lengths.sum()), pairs, num_outputs, passes)
+
+    def of_tokens(self, tokens: float, pairs: float, num_outputs: float, passes: Passes = FORWARD) -> float:
+        """Return the FLOPs of computed tokens, of their attention to `pairs` tokens, and of outputs that are read."""
+        weights = self.token * tokens + self.output * num_outputs
         return passes.weights * weights + passes.attention * self.pair * pairs
 
 

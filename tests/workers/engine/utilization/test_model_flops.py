@@ -7,10 +7,18 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridrl.workers.engine.base import LoRA
+from hybridrl.workers.engine.base import COMPUTED_PAIRS, COMPUTED_TOKENS, LoRA
 from hybridrl.workers.engine.model_shape import ModelShape
 from hybridrl.workers.engine.utilization.model_flops import ADAPTER_UPDATE, FORWARD, MODEL_TYPES, UPDATE, ModelFlops
-from tests.support.workers.engine_cases import WHOLE, make_batch, make_engine, policy_loss, save_tiny_qwen2
+from tests.support.workers.engine_cases import (
+    WHOLE,
+    make_batch,
+    make_engine,
+    num_response_tokens,
+    policy_loss,
+    save_tiny_qwen2,
+)
+from tests.support.workers.prefix_cases import grouped_batch
 
 B, T = 2, 24
 SIZES = {
@@ -101,6 +109,44 @@ def test_an_engine_without_padding_computes_what_is_counted_for_real_tokens_and_
     assert forward == pytest.approx(flops.of_rows(lengths, num_outputs, FORWARD) + adapters, rel=0.001)
     passes = ADAPTER_UPDATE if rank else UPDATE
     assert update == pytest.approx(flops.of_rows(lengths, num_outputs, passes) + 3 * adapters - unused, rel=0.001)
+
+
+SHARED = grouped_batch([(16, [4, 9, 2]), (9, [3, 3]), (10, [5])])
+
+
+def tokens_of(batch) -> list[list[tuple[int, ...]]]:
+    """Return, for each row, the tokens up to and with each of its tokens."""
+    rows = [
+        ids[real.bool()].tolist()
+        for ids, real in zip(batch.batch["input_ids"], batch.batch["attention_mask"], strict=True)
+    ]
+    return [[tuple(row[: end + 1]) for end in range(len(row))] for row in rows]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
+def test_with_shared_prefixes_the_flops_that_torch_counts_are_those_of_the_computed_tokens(model_type, tmp_path):
+    config, num_outputs = config_of(model_type), num_response_tokens(SHARED)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = make_engine(str(tmp_path), share_prefixes=True, whole_logits=True)
+    for module in engine.model.modules():  # one product for each expert, which torch can count
+        if hasattr(module, "config"):
+            module.config._experts_implementation = "eager"
+    flops, loss = replace(ModelFlops.of(config), pair=0.0), policy_loss(num_outputs)
+    outputs = ("log_probs", "entropy")
+    distinct = {tokens for row in tokens_of(SHARED) for tokens in row}
+    for passes, act in (
+        (FORWARD, lambda: engine.forward(SHARED, WHOLE, outputs=outputs)),
+        (UPDATE, lambda: engine.forward_backward(SHARED, WHOLE, loss, outputs=outputs)),
+    ):
+        counted = products_of(act)
+        computed = engine.take_computed()
+        # The prompts are drawn at random, so tokens are shared only where all before them are equal, too.
+        assert computed == {COMPUTED_TOKENS: len(distinct), COMPUTED_PAIRS: sum(map(len, distinct))}
+        assert counted == pytest.approx(flops.of_tokens(*computed.values(), num_outputs, passes), rel=0.02)
+        assert counted < 0.75 * flops.of_rows(SHARED.batch["attention_mask"].sum(-1), num_outputs, passes)
+    assert engine.take_computed() == {}
 
 
 def test_flops_of_a_layer_worked_out_by_hand():
