@@ -272,6 +272,7 @@ def _add_data(data: argparse._SubParsersAction) -> None:
     inspect = data.add_parser("inspect", help=what, description=what)
     inspect.add_argument("file", metavar="FILE", help="parquet, .jsonl, or ORG/NAME[:SPLIT] of the hub")
     inspect.add_argument("--model", help="a model's directory or hub name: lengths in its tokens")
+    inspect.epilog = "key=value: columns of your own, data.prompt_key=question data.ground_truth_key=answer"
     inspect.set_defaults(run_command="inspect_file")
 
 

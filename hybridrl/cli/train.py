@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridrl.cli.data.inspection import PROGRAMS, program_of, token_lengths
+from hybridrl.cli.data.inspection import PROGRAMS, own_names, program_of, token_lengths
 from hybridrl.cli.data.tasks import TASKS, data_file, task_file
 from hybridrl.cli.plan import USABLE, read_shape, word
 from hybridrl.config import PPOConfig, load_config
@@ -73,12 +73,18 @@ def command_words(arguments: argparse.Namespace, found: Machine) -> list[str]:
     """
     files = _files(arguments.data, arguments.data_source)
     rows = ParquetRows(files["data.train_files"])
-    program = program_of(rows.columns())
+    named = own_names(arguments.settings)
+    program = program_of(rows.columns(), named)
     if program is None:
         known = "; ".join(f"{', '.join(known.needs)} ({known.name})" for known in PROGRAMS)
-        raise ConfigError(f"DATA {arguments.data}: no program reads its columns; needed are {known}")
+        raise ConfigError(
+            f"DATA {arguments.data}: no program reads its columns {', '.join(rows.columns())}; needed are {known}. "
+            "Name yours in the same command: data.prompt_key=COLUMN data.ground_truth_key=COLUMN"
+        )
     tokenizer = load_tokenizer(arguments.model, key="MODEL")
-    longest = max(token_lengths(rows, program.needs[0], tokenizer, limit=MEASURED_ROWS), default=1)
+    key = program.needs[0]
+    limits = {"is_prompt": key == "prompt", "limit": MEASURED_ROWS}
+    longest = max(token_lengths(rows, named.get(key, key), tokenizer, **limits), default=1)
     about = _About(arguments.model, longest, len(rows), found)
     module, _, own = program.name.replace(" or main_rm", "").partition(" ")
     chosen = _ppo_settings(about) if module == "main_ppo" else _supervised_settings(about, module)

@@ -139,7 +139,8 @@ def convert(value: Any, key: SettingSpec) -> Any:
     if value is None:
         if key.optional:
             return None
-        raise InvalidValue(f"must be {_expected_text(key)}, not null")
+        way_out = "; leave the setting out for none" if key.default == [] else ""
+        raise InvalidValue(f"must be {_expected_text(key)}, not null{way_out}")
     if key.optional and value in ("None", "none"):
         raise InvalidValue("write null for no value")
     kind, args = get_origin(key.type), get_args(key.type)

@@ -19,6 +19,18 @@ REMOVED: Mapping[str, str] = {
     "a recovery; leave it out, a lost worker is started again without it",
 }
 """Dotted key to "was removed: REASON; WAY OUT". A key stands for those below it, too. Nothing else has the same key."""
+ELSEWHERE: Mapping[str, str] = {
+    "learning_rate": "optim.lr",
+    "lr": "optim.lr",
+    "num_generations": "rollout.n",
+    "max_completion_length": "data.max_response_length",
+    "max_steps": "trainer.total_training_steps",
+    "num_train_epochs": "trainer.total_epochs",
+    "output_dir": "trainer.default_local_dir",
+    "save_steps": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+}
+"""Names of other libraries -> the end of the keys here."""
 DEFAULTS: Mapping[str, object] = {"trainer.standby": False}
 """Removed settings at the value that asked for nothing: files with settings that earlier versions saved have them."""
 
@@ -33,6 +45,8 @@ def suggest_key(name: str, known: Collection[str]) -> str:
             return f"{name}: there is no such key; here it is {' and '.join(ours)}"
         if not ours:
             return f"{name}: there is no such key here: {row.text}"
+    if ours := [key for key in known if f".{key}".endswith(f".{ELSEWHERE.get(name)}")]:
+        return f"{name}: there is no such key; here it is {' or '.join(sorted(ours))}"
     if near := nearest_keys(name, known):
         return f"{name}: there is no such key; did you mean {' or '.join(near)}?"
     section = name.rpartition(".")[0]

@@ -149,6 +149,10 @@ class RewardManager:
         """Return why no score process can load the reward function, or None."""
         return self.processes.check()
 
+    def needs_ground_truth(self, data_source: str) -> bool:
+        """Return whether rows of this data source are compared with a ground truth: by all built-in functions."""
+        return self._built_in and data_source != "environment"
+
     def check_source(self, data_source: str) -> str | None:
         """Return why no row of this data source can be scored, or None.
 

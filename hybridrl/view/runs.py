@@ -3,6 +3,7 @@
 Used by `server`, which gives every run a short id. A request names an id, never a path.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from hybridrl.driver.resume_command import FILE as COMMAND_FILE
 from hybridrl.errors import ConfigError
 from hybridrl.system.directory_lock import LOCK_FILE
+from hybridrl.system.machine import machine_id
 from hybridrl.trainer.checkpoint.step_ledger import FILE as LEDGER_FILE
 from hybridrl.trainer.run.tracking import METRICS_FILE, SETTINGS_FILE
 from hybridrl.view.readers.failures import FailureReader
@@ -17,7 +19,7 @@ from hybridrl.view.readers.ledger import LedgerReader
 from hybridrl.view.readers.metrics import MetricHistory
 from hybridrl.view.readers.samples import SampleStore
 from hybridrl.view.readers.settings import RunSettings
-from hybridrl.view.readers.storage import Folder
+from hybridrl.view.readers.storage import Folder, parsed
 from hybridrl.view.readers.timeline import TimelineReader
 
 RUN_FILES = {METRICS_FILE, SETTINGS_FILE, COMMAND_FILE, LEDGER_FILE, LOCK_FILE}  # one of them makes a directory a run
@@ -58,11 +60,25 @@ class Run:
             "step": self.metrics.last_step,
             "total_steps": self.settings.total_steps(),
             "changed": None if found is None else found[1],
+            "state": self.state(),
         }
+
+    def state(self) -> str:
+        """Return "running", "complete", "interrupted", or "" where a run on another machine may go on."""
+        total = self.settings.total_steps()
+        if total is not None and (self.metrics.last_step or 0) >= total:
+            return "complete"
+        try:
+            holder = parsed(self.folder.read(LOCK_FILE)) or {}
+        except OSError:
+            return ""
+        if holder.get("machine") != machine_id():
+            return ""
+        return "running" if os.path.exists(f"/proc/{holder.get('pid')}") else "interrupted"
 
 
 def open_runs(paths: Sequence[str]) -> dict[str, Run]:
-    """Return id -> run of these directories; of a directory that is no run, the runs directly in it.
+    """Return id -> run of these directories, the newest first; of a directory that is no run, the runs directly in it.
 
     Raises:
         ConfigError: A path has no run.
@@ -74,7 +90,7 @@ def open_runs(paths: Sequence[str]) -> dict[str, Run]:
     if len(folders) > MAX_RUNS:
         raise ConfigError(f"{len(folders)} runs: at most {MAX_RUNS} fit on one page; name fewer")
     runs: dict[str, Run] = {}
-    for folder in folders.values():
+    for folder in sorted(folders.values(), key=_changed, reverse=True):
         run_id = _free_id(folder, runs)
         runs[run_id] = Run(folder, run_id)
     return runs
@@ -98,6 +114,15 @@ def _runs_at(path: str) -> list[Folder]:
             "one with runs in it, or use --demo. A run writes metrics.jsonl with jsonl in trainer.logger"
         )
     return found
+
+
+def _changed(folder: Folder) -> float:
+    """Return when the run has logged its last step, in seconds; 0 if that is unknown."""
+    stats = (folder.stat(name) for name in (METRICS_FILE, SETTINGS_FILE, COMMAND_FILE))
+    try:
+        return float(next((found[1] for found in stats if found is not None), 0.0))
+    except ValueError:  # another storage's text
+        return 0.0
 
 
 def _free_id(folder: Folder, taken: dict[str, Run]) -> str:

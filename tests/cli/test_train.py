@@ -88,3 +88,12 @@ def test_the_command_trains(tmp_path, tiny_qwen2):
     words = ["train", file, str(tiny_qwen2), *settings, f"trainer.default_local_dir={tmp_path / 'run'}"]
     subprocess.run([sys.executable, "-m", "hybridrl.cli", *words], timeout=250, check=True, cwd=tmp_path)
     assert [row["step"] for row in metrics(tmp_path / "run") if "critic/score/mean" in row] == [1]
+
+
+def test_columns_of_ones_own_choose_the_program_by_their_names(tmp_path, tiny_qwen2, capsys):
+    file = lines(tmp_path / "qa.jsonl", {"question": "2 + 3 =", "answer": "5"})
+    own = ["data.prompt_key=question", "data.ground_truth_key=answer"]
+    module, words = command(capsys, file, tiny_qwen2, *own)
+    assert module == "hybridrl.main_ppo" and {*own} <= {*words}
+    assert cli.main(["train", "--print", file, str(tiny_qwen2)]) == 2
+    assert "no program reads its columns question, answer" in capsys.readouterr().err

@@ -28,3 +28,21 @@ def test_saved_settings_of_an_earlier_version_are_read_unless_they_ask_for_what_
     assert from_dict(PPOConfig, {section: {name: value}}) == PPOConfig()
     with pytest.raises(ConfigError, match=f"{key}: was removed"):
         from_dict(PPOConfig, {section: {name: True}})
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("learning_rate=1e-5", "actor_rollout_ref.actor.optim.lr"),
+        ("num_generations=8", "actor_rollout_ref.rollout.n"),
+        ("save_steps=5", "trainer.save_freq"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_the_key_here(word, key):
+    with pytest.raises(ConfigError, match=f"there is no such key; here it is {key}"):
+        load_config(PPOConfig, [word], program="test", config_name="ppo_trainer")
+
+
+def test_null_for_a_list_says_the_way_out():
+    with pytest.raises(ConfigError, match=r"data.val_files=null: must be .*; leave the setting out for none"):
+        load_config(PPOConfig, ["data.val_files=null"], program="test", config_name="ppo_trainer")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import fsspec
 import pytest
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.machine import machine_id
 from hybridrl.view.readers.failures import FailureReader
 from hybridrl.view.readers.ledger import LedgerReader
 from hybridrl.view.readers.metrics import MetricHistory
@@ -346,8 +348,9 @@ def test_the_ledger_counts_a_repeated_step_once(tmp_path):
 
 
 def test_a_directory_of_runs_is_all_of_them_and_equal_names_are_told_apart(tmp_path):
-    for name in ("a/run", "b/run", "b/other"):
+    for changed, name in enumerate(("a/run", "b/run", "b/other"), 1):
         write_metrics(tmp_path / name, [1])
+        os.utime(tmp_path / name / "metrics.jsonl", (changed, changed))
     assert [*open_runs([str(tmp_path / "b"), str(tmp_path / "a" / "run")])] == ["other", "run", "a-run"]
 
 
@@ -378,3 +381,21 @@ def test_a_run_on_other_storage_is_read(tmp_path):
         assert run.timeline.window()["last"] == 2 and run.failures.read()["journals"][0]["run"] == "run-1"
     finally:
         memory.rm("/view-test", recursive=True)
+
+
+def test_the_newest_run_is_the_first(tmp_path):
+    for name, changed in {"a": 100, "b": 300, "c": 200}.items():
+        write_metrics(tmp_path / name, [1])
+        os.utime(tmp_path / name / "metrics.jsonl", (changed, changed))
+    assert [*open_runs([str(tmp_path)])] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "pid", "state"), [(3, None, "complete"), (2, os.getpid(), "running"), (2, 2**22 + 1, "interrupted")]
+)
+def test_a_run_is_complete_running_or_interrupted(tmp_path, steps, pid, state):
+    write_metrics(tmp_path, range(1, steps + 1))
+    (tmp_path / "config.json").write_text('{"trainer": {"total_training_steps": 3}}')
+    (tmp_path / ".lock").write_text(json.dumps({"pid": pid, "host": "here", "machine": machine_id()}))
+    (run,) = open_runs([str(tmp_path)]).values()
+    assert run.summary()["state"] == state

@@ -1,9 +1,10 @@
 """`hybridrl data inspect FILE`: rows, columns and lengths of a file, and what a program would refuse, in one screen."""
 
 import argparse
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from hybridrl.trainer.data.chat_template import check_messages, render
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import as_messages
 from hybridrl.trainer.data.tokenizer import load_tokenizer
+from hybridrl.trainer.supervised.preference_data import is_blank
 
 MAX_REASONS, MAX_SHOWN, WIDTH = 5, 12, 64
 LONGEST = ("half", 50), ("95 %", 95), ("longest", 100)  # percentiles of lengths
@@ -59,35 +61,53 @@ PROGRAMS = (
 )
 
 
-def program_of(columns: Mapping[str, Any]) -> TrainingProgram | None:
-    """Return the program whose columns are there, None if none is."""
-    return next((program for program in PROGRAMS if columns.keys() >= {*program.needs}), None)
+def program_of(columns: Mapping[str, Any], named: Mapping[str, str]) -> TrainingProgram | None:
+    """Return the program whose columns are there, under the user's names (see `own_names`); None if none is."""
+    own = {name: key for key, name in named.items()}
+    there = {own.get(name, name) for name in columns}
+    return next((program for program in PROGRAMS if there >= {*program.needs}), None)
+
+
+def own_names(words: Iterable[str]) -> dict[str, str]:
+    """Return column -> the user's name for it, of settings such as data.prompt_key=question."""
+    found = (re.fullmatch(r"\+*data\.(\w+)_key=(.+)", word) for word in words)
+    return {match[1]: match[2] for match in found if match}
 
 
 def inspect_file(arguments: argparse.Namespace) -> int:
     """Print what is in the file, and return 1 if a program would refuse it."""
-    rows = ParquetRows(arguments.file)
+    rows, named = ParquetRows(arguments.file), own_names(arguments.settings)
     columns = rows.columns()
-    program = program_of(columns)
-    show("\n".join(_summary(arguments.file, rows, columns, program)) + "\n")
+    if absent := [f"data.{key}_key={name}" for key, name in named.items() if name not in columns]:
+        raise DataError(f"{arguments.file} has no such column ({', '.join(absent)}); it has {', '.join(columns)}")
+    program = program_of(columns, named)
+    show("\n".join(_summary(arguments.file, rows, columns, program, named)) + "\n")
     if program is None:
         known = "; ".join(f"{', '.join(known.needs)} ({known.name})" for known in PROGRAMS)
-        show(f"refused: no program reads these columns; needed are {known}, or name yours with data.*_key\n")
+        show(
+            f"refused: no program reads these columns; needed are {known}. Name yours in the same command: "
+            "data.prompt_key=COLUMN data.ground_truth_key=COLUMN\n"
+        )
         return 1
-    problems = [*_problems(rows, columns, program)]
+    problems = [*_problems(rows, columns, program, named)]
     if arguments.model is not None and not problems:
-        problems = _write_lengths(rows, program, arguments.model)
+        problems = _write_lengths(rows, program, arguments.model, named)
     show("".join(f"refused: {problem}\n" for problem in problems) or "nothing would be refused\n")
-    show("".join(f"note: {note}\n" for note in _notes(rows, columns, program)))
+    show("".join(f"note: {note}\n" for note in _notes(rows, columns, program, named)))
     return 1 if problems else 0
 
 
 def _summary(
-    file: str, rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram | None
+    file: str,
+    rows: ParquetRows,
+    columns: Mapping[str, Any],
+    program: TrainingProgram | None,
+    named: Mapping[str, str],
 ) -> Iterator[str]:
     yield f"{file}: {len(rows)} rows, " + (f"for {program.name}" if program else "for no program")
     yield f"  {'column':16}{'filled':>8}  {'type':{WIDTH}} meaning"
-    meanings = {} if program is None else program.meanings
+    meanings = {} if program is None else dict(program.meanings)
+    meanings |= {name: meanings.get(key, f"data.{key}_key") for key, name in named.items()}
     for name, (kind, filled) in [*columns.items()][:MAX_SHOWN]:
         shown = kind if len(kind) <= WIDTH else f"{kind[: WIDTH - 3]}..."
         yield f"  {name:16}{filled:>8}  {shown:{WIDTH}} {meanings.get(name, 'ignored')}"
@@ -95,7 +115,9 @@ def _summary(
         yield f"  and {len(columns) - MAX_SHOWN} more"
 
 
-def _problems(rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram) -> list[str]:
+def _problems(
+    rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram, named: Mapping[str, str]
+) -> list[str]:
     """Return what is refused without a tokenizer: wrong types, and rows that are none."""
     if not len(rows):
         return ["the file has no rows"]
@@ -103,12 +125,39 @@ def _problems(rows: ParquetRows, columns: Mapping[str, Any], program: TrainingPr
     if program.name == "main_ppo":
         found += [_refusal(rows.require_mappings, name) for name in ("reward_model", "extra_info")]
         found += [_refusal(rows.require_texts, name) for name in ("data_source", "ability")]
-    return [text for text in found if text] + [*_row_problems(rows, program.needs[0])]
+        if "ground_truth" not in named and (missing := _num_without_truth(rows, columns)) not in (0, len(rows)):
+            found.append(f"{missing} of {len(rows)} rows have no reward_model.ground_truth; fill it, or remove them")
+    found = [text for text in found if text]
+    for key in program.needs:
+        if key != "label":
+            found += _row_problems(rows, named.get(key, key), check_response if key in RESPONSES else CHECKS[key])
+    return found
 
 
-def _row_problems(rows: ParquetRows, key: str) -> Iterator[str]:
+def _num_without_truth(rows: ParquetRows, columns: Mapping[str, Any]) -> int:
+    """Return how many rows have no ground truth, and are not scored by a reward model."""
+    if "reward_model" not in columns:
+        return 0
+    models = (value for _, values in rows.values("reward_model", batch=1000, limit=len(rows)) for value in values)
+    return sum(
+        value is None or (value.get("ground_truth") is None and value.get("style") != "model")
+        for value in models
+        if value is None or isinstance(value, dict)
+    )
+
+
+def check_response(response: Any, location: str) -> None:
+    """Raise DataError for a response of white space only, which preferences refuse."""
+    if is_blank(response):
+        raise DataError(f"{location}: the response is blank; remove the row, or set data.truncation=filter")
+
+
+RESPONSES = ("chosen", "rejected", "completion")
+CHECKS: Mapping[str, Callable[[Any, str], Any]] = {"messages": check_messages, "prompt": as_messages}
+
+
+def _row_problems(rows: ParquetRows, key: str, check: Callable[[Any, str], Any]) -> Iterator[str]:
     """Yield the first row that is refused for each reason, and how many are."""
-    check: Callable[[Any, str], Any] = check_messages if key == "messages" else as_messages
     refusals: Counter[str] = Counter()
     first: dict[str, str] = {}
     for start, values in rows.values(key, batch=1000, limit=len(rows)):
@@ -130,12 +179,12 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str) -> list[str]:
+def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str, named: Mapping[str, str]) -> list[str]:
     """Print the lengths in tokens of the first column that the program needs, and return what is refused."""
     tokenizer = load_tokenizer(model, key="--model")
     key = program.needs[0]
     try:
-        lengths = token_lengths(rows, key, tokenizer)
+        lengths = token_lengths(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt")
     except DataError as error:
         return [str(error)]
     shown = ", ".join(f"{name} {np.percentile(lengths, percentile):.0f}" for name, percentile in LONGEST)
@@ -144,7 +193,9 @@ def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str) -> l
     return []
 
 
-def token_lengths(rows: ParquetRows, key: str, tokenizer: Any, *, limit: int = sys.maxsize) -> list[int]:
+def token_lengths(
+    rows: ParquetRows, key: str, tokenizer: Any, *, is_prompt: bool, limit: int = sys.maxsize
+) -> list[int]:
     """Return the tokens of each row's prompt or conversation, of the first `limit` rows.
 
     Raises:
@@ -157,12 +208,14 @@ def token_lengths(rows: ParquetRows, key: str, tokenizer: Any, *, limit: int = s
             continue
         locate = lambda i, start=start: rows.location(start + i)  # noqa: E731
         messages = [as_messages(value, locate(i)) for i, value in enumerate(values)]
-        rendered = render(tokenizer, messages, locate, add_generation_prompt=key == "prompt")
+        rendered = render(tokenizer, messages, locate, add_generation_prompt=is_prompt)
         lengths += map(len, rendered["input_ids"])
     return lengths
 
 
-def _notes(rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram) -> Iterator[str]:
+def _notes(
+    rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram, named: Mapping[str, str]
+) -> Iterator[str]:
     """Yield what is not refused, and may surprise."""
     if program.name != "main_ppo":
         return
@@ -172,12 +225,7 @@ def _notes(rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgr
         yield f"no row has a data_source; {own}"
     for source in [name for name in sources if not reward_score.has_score_function(str(name))][:MAX_REASONS]:
         yield f"data_source {source!r} has no score function; {own}"
+    if "ground_truth" in named:
+        return
     if "reward_model" not in columns:
-        yield "there is no reward_model, so the reward function gets no ground truth"
-    elif missing := sum(
-        not (value or {}).get("ground_truth") and (value or {}).get("ground_truth") != 0
-        for _, values in rows.values("reward_model", batch=1000, limit=len(rows))
-        for value in values
-        if value is None or isinstance(value, dict)
-    ):
-        yield f"{missing} of {len(rows)} rows have no reward_model.ground_truth"
+        yield "there is no reward_model, so the reward function gets no ground truth (data.ground_truth_key=COLUMN)"

@@ -3,6 +3,8 @@
 The driver checks them before anything starts. Imports no built-in engine.
 """
 
+import json
+import os
 from dataclasses import fields
 
 from hybridrl.config import checks
@@ -13,6 +15,7 @@ from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.sft import SupervisedConfig
+from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import ConfigError
 
 
@@ -90,6 +93,13 @@ def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
     """Yield budgets below the longest sequence, wherever micro-batches are cut by tokens."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     policy = config.actor_rollout_ref
+    if (positions := _positions(policy.model)) is not None and positions < longest:
+        yield (
+            f"data.max_response_length={config.data.max_response_length}: with data.max_prompt_length="
+            f"{config.data.max_prompt_length} a sequence has {longest} tokens, and {policy.model.path} has {positions} "
+            "positions (max_position_embeddings); lower one of them"
+        )
+        return
     with_ref = policy.actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.distillation.enabled
     roles = (  # section, beginning of its settings, whether the role exists, whether it cuts micro-batches by tokens
         ("actor_rollout_ref.actor", "ppo_", True, policy.actor.use_dynamic_bsz),
@@ -107,6 +117,17 @@ def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
                 f"{key}={budget}: one sequence may have data.max_prompt_length + data.max_response_length = "
                 f"{longest} tokens; raise it"
             )
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """Return how long a sequence the model in a directory can read; None if its config does not say so."""
+    try:
+        with open(os.path.join(model.path or "", "config.json"), encoding="utf-8") as file:
+            found = json.load(file) | dict(model.override_config)
+    except (OSError, ValueError, TypeError):  # a name of the hub, or damage that the check of the model names
+        return None
+    limit = found.get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
 
 
 def sft_token_budget_problems(config: SupervisedConfig) -> Problems:

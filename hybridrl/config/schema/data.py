@@ -50,6 +50,9 @@ class DataConfig:
     train_files: list[str] = setting([], f"Training prompts {FILES}")
     val_files: list[str] = setting([], f"Validation prompts {FILES}")
     prompt_key: str = setting("prompt", "Column with the prompt: a string or a list of chat messages.")
+    ground_truth_key: str | None = setting(
+        None, "Column with what the reward function gets as ground_truth; null means reward_model.ground_truth."
+    )
     image_key: str = setting(
         "images", "Column with images; a dataset that has one is refused, because this release reads text only."
     )

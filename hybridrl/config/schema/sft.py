@@ -16,6 +16,8 @@ class SupervisedDataConfig:
     micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(True, DYNAMIC)
     max_token_len_per_gpu: int = setting(16384, "Token budget of one micro-batch per process, a hard cap.", gt=0)
+    train_max_samples: int = setting(-1, "Use only the first rows for training; -1 means all.", ge=-1)
+    val_max_samples: int = setting(-1, "Use only the first rows for validation; -1 means all.", ge=-1)
     max_length: int = setting(1024, "Longest sequence in tokens, prompt and response together.", gt=0)
     shuffle: bool = setting(True, "Shuffle the rows, in a new order each epoch.")
     seed: int = setting(1, "Seed of the order.", ge=0, le=MAX_SEED)

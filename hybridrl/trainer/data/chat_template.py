@@ -3,6 +3,7 @@
 Used by the datasets of PPO and SFT, in the driver.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,6 +35,20 @@ def check_messages(value: Any, location: str) -> list[dict]:
             raise DataError(f"{location}: expected a message with role and content, found {message!r:.100}")
         messages.append({key: item for key, item in message.items() if item is not None})
     return messages
+
+
+def reject_json_text(text: str, location: str) -> None:
+    """Raise DataError for messages that an export wrote as JSON text, which a model would read as they are."""
+    if not text.lstrip().startswith("["):
+        return
+    try:
+        check_messages(json.loads(text), location)
+    except (ValueError, RecursionError, DataError):
+        return
+    raise DataError(
+        f"{location}: the text is a list of messages as JSON, {text!r:.60}, and would be trained on as it is; parse the "
+        "column with json.loads, for instance table.map(lambda row: {'prompt': json.loads(row['prompt'])})"
+    )
 
 
 def render(

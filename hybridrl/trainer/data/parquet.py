@@ -146,6 +146,23 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
+def reject_other_format(file: str, path: Path) -> None:
+    """Raise DataError with a line that converts the file, if it is CSV or JSON."""
+    with open(path, "rb") as opened:
+        begin = opened.read(64).lstrip()[:1]
+    separated = {".csv": "", ".tsv": ", sep='\\t'"}.get(path.suffix)
+    if separated is None and begin not in (b"[", b"{"):
+        return
+    reader = f"read_csv({file!r}{separated})" if separated is not None else f"read_json({file!r})"
+    what = "a table of text" if separated is not None else "one JSON value"
+    if begin == b"{":
+        raise DataError(f"{file} has JSON objects, but not the name of a file of them; rename it to end with .jsonl")
+    raise DataError(
+        f'{file} is {what}; data files are parquet or .jsonl. To convert it: python -c "import pandas; '
+        f"pandas.{reader}.to_json('{path.stem}.jsonl', orient='records', lines=True)\""
+    )
+
+
 def _read(file: str) -> pa.Table:
     path = Path(file).expanduser()
     if (source := HubData.named(file)) is not None:
@@ -156,6 +173,7 @@ def _read(file: str) -> pa.Table:
         raise DataError(
             f"no file {file}; make one with python -m data_preprocess.gsm8k or another module of data_preprocess"
         )
+    reject_other_format(file, path)
     try:
         names = pq.read_schema(path).names
         repeated = sorted({name for name in names if names.count(name) > 1})

@@ -9,7 +9,7 @@ Shape letters: B rows, P tokens of the batch's longest prompt.
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from hybridrl.config.schema.data import DataConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render, truncate
+from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, reject_json_text, render, truncate
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_loader import EpochSampler, NoPrompts, PromptLoader
 
@@ -58,10 +58,13 @@ class RLHFDataset:
         self._rows.require(config.prompt_key, "data.prompt_key")
         for column in ("reward_model", "extra_info"):
             self._rows.require_mappings(column)
+        if config.ground_truth_key is not None:
+            self._rows.require(config.ground_truth_key, "data.ground_truth_key")
         for column in ("data_source", "ability"):
             self._rows.require_texts(column)
         self._reject_images()
         num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
+        self._reject_missing_truths(num_rows)
         self._tokens = self._tokenize(num_rows)
         self._rows_in_use = self._fitting_rows()
         if not self._rows_in_use:
@@ -82,7 +85,7 @@ class RLHFDataset:
             "raw_prompt_ids": tokens.tolist(),
             "raw_prompt": as_messages(columns[self.config.prompt_key], self._rows.location(row)),
             "data_source": columns.get("data_source") or "unknown",
-            "reward_model": columns.get("reward_model") or {"ground_truth": None},
+            "reward_model": self._reward_model(columns),
             "ability": columns.get("ability") or "",
             "extra_info": extra_info,
             "index": row if extra_info.get("index") is None else extra_info["index"],
@@ -90,9 +93,41 @@ class RLHFDataset:
             **({"agent_name": columns["agent_name"]} if "agent_name" in columns else {}),
         }
 
+    def _reward_model(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the reward of a row needs: its own mapping, or the column that `data.ground_truth_key` names."""
+        own = columns.get("reward_model") or {"ground_truth": None}
+        key = self.config.ground_truth_key
+        return own if key is None else own | {"ground_truth": columns[key]}
+
+    @property
+    def has_ground_truths(self) -> bool:
+        """Whether any row has a ground truth, or is scored by a reward model."""
+        key = self.config.ground_truth_key
+        return self._rows.first_filled(key if key is not None else "reward_model") is not None
+
+    def _reject_missing_truths(self, num_rows: int) -> None:
+        """Raise DataError for a row without a ground truth where other rows have one."""
+        key = self.config.ground_truth_key
+        column = "reward_model" if key is None else key
+        if not self._rows.has(column):
+            return
+        missing = list[int]()
+        for start, values in self._rows.values(column, batch=TOKENIZE_ROWS, limit=num_rows):
+            for row, value in enumerate(values, start):
+                truth = (value or {}).get("ground_truth") if key is None else value
+                is_scored = key is None and (value or {}).get("style") == "model"
+                missing += [row] if truth is None and not is_scored else []
+        if 0 < len(missing) < num_rows:
+            name = "reward_model.ground_truth" if key is None else f"{key} (data.ground_truth_key)"
+            raise DataError(
+                f"{self._rows.location(missing[0])}: {name} is null ({len(missing)} of {num_rows} rows), so the reward "
+                "function cannot score it; fill it, or remove the row"
+            )
+
     def data_sources(self) -> dict[str, str]:
         """Return data source -> file and row of its first prompt, for errors."""
-        return {source: self._rows.location(row) for source, row in self._rows.first_rows("data_source").items()}
+        first = self._rows.first_rows("data_source") or {"unknown": 0}
+        return {source: self._rows.location(row) for source, row in first.items()}
 
     def _reject_images(self) -> None:
         row = self._rows.first_filled(self.config.image_key)
@@ -112,6 +147,8 @@ class RLHFDataset:
         if not getattr(self.tokenizer, "chat_template", None) and all(
             isinstance(prompt, str) and prompt for prompt in prompts
         ):
+            for i, prompt in enumerate(prompts):
+                reject_json_text(prompt, self._rows.location(start + i))
             return self.tokenizer(prompts)["input_ids"]
         conversations = [as_messages(prompt, self._rows.location(start + i)) for i, prompt in enumerate(prompts)]
         location = lambda i: self._rows.location(start + i)  # noqa: E731
@@ -154,6 +191,7 @@ class RLHFDataset:
 def as_messages(prompt: Any, location: str) -> list[dict]:
     """Return a prompt as chat messages; a string becomes one user message."""
     if isinstance(prompt, str) and prompt:
+        reject_json_text(prompt, location)
         return [{"role": "user", "content": prompt}]
     return check_messages(prompt, location)
 

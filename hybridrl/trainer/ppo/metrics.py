@@ -349,7 +349,8 @@ def computed_rows(ctx: OnlineRLContext, config: PPOConfig, *, step: int) -> dict
     found = dict.fromkeys(("old_log_prob", "ref", "values"), SequenceRows.of(columns))
     found |= {"gen": SequenceRows.generated(ctx.batch[: ctx.get("num_new")]), "update_critic": trained}
     found |= {"update_actor": trained} if ctx.get("updated") else {}
-    return {stage: rows.with_computed(ctx.computed.get(stage, {})) for stage, rows in found.items()}
+    computed: dict[str, dict[str, Any]] = ctx.get("computed", {})
+    return {stage: rows.with_computed(computed.get(stage, {})) for stage, rows in found.items()}
 
 
 # -- helpers

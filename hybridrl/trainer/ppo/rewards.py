@@ -158,7 +158,7 @@ def check_data_sources(dataset: Any, reward_fn: RewardFn | None) -> None:
     Datasets without `data_sources` and reward functions without `check_source` are not checked.
 
     Raises:
-        DataError: Names the first row of a data source without a score function.
+        DataError: Names the first row of a data source without a score function, or without a ground truth for it.
     """
     check = getattr(reward_fn, "check_source", None)
     sources = getattr(dataset, "data_sources", None)
@@ -167,6 +167,12 @@ def check_data_sources(dataset: Any, reward_fn: RewardFn | None) -> None:
     for source, location in sources().items():
         if (problem := check(source)) is not None:
             raise DataError(f"{location}: {problem}")
+        needs = getattr(reward_fn, "needs_ground_truth", None)
+        if needs is not None and needs(source) and not getattr(dataset, "has_ground_truths", True):
+            raise DataError(
+                f"{location}: no row has a ground truth (reward_model.ground_truth), which the reward of "
+                f"data_source={source!r} needs; name your column with data.ground_truth_key=COLUMN"
+            )
 
 
 class NoRewardGuard:

@@ -62,10 +62,12 @@ class DPOTrainer(PairTrainer):
         """Return the configured loss."""
         return PREFERENCE_LOSSES.lookup(config.loss.loss_type)
 
-    def load_dataset(self, config: DPOConfig, files: list[str], tokenizer: Any) -> PreferenceDataset:
+    def load_dataset(
+        self, config: DPOConfig, files: list[str], tokenizer: Any, *, max_samples: int = -1
+    ) -> PreferenceDataset:
         """Return the tokenized pairs of `files`, or the labelled responses for a loss without pairs."""
         kind = PairDataset if self.loss_of(config).is_paired else LabelDataset
-        return kind(files, tokenizer, config.data)
+        return kind(files, tokenizer, config.data, max_samples=max_samples)
 
     @classmethod
     def step(cls, config: DPOConfig, roles: Collection[str]) -> list[Stage]:
@@ -136,9 +138,9 @@ class RMTrainer(PairTrainer):
     outputs = 1
     engine_directories: Mapping[str, str] = {"rm": "model"}
 
-    def load_dataset(self, config: RMConfig, files: list[str], tokenizer: Any) -> PairDataset:
+    def load_dataset(self, config: RMConfig, files: list[str], tokenizer: Any, *, max_samples: int = -1) -> PairDataset:
         """Return the tokenized pairs of `files`."""
-        return PairDataset(files, tokenizer, config.data)
+        return PairDataset(files, tokenizer, config.data, max_samples=max_samples)
 
     @classmethod
     def step(cls, config: RMConfig, roles: Collection[str]) -> list[Stage]:

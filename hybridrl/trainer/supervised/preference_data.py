@@ -9,7 +9,7 @@ Shapes: N rows of the data in a batch, B sequences, L tokens of the longest, R =
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,19 +35,22 @@ class PreferenceDataset:
         data_files: Parquet files; one path or a list.
         tokenizer: A Hugging Face tokenizer.
         config: Settings `data`: columns, length limit, what to do with longer rows.
+        max_samples: Use only the first rows; -1 means all.
 
     Raises:
         DataError: A file or column is missing, a row cannot be used, a sequence is longer than `data.max_length` with
             `data.truncation=error`, or no row is left.
     """
 
-    def __init__(self, data_files: list[str] | str, tokenizer: Any, config: PairDataConfig):
+    def __init__(self, data_files: list[str] | str, tokenizer: Any, config: PairDataConfig, *, max_samples: int = -1):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
+        self._num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         for key in self.column_settings():
             if getattr(config, key) is not None:
                 self._rows.require(getattr(config, key), f"data.{key}")
         self._check()
+        self._blank = self._blank_rows()
         self._responses = [self._tokenize(key) for key in self.response_settings()]
         self._selected_rows = self._select_rows()
 
@@ -78,8 +81,28 @@ class PreferenceDataset:
 
     def column(self, key: str) -> Iterator[tuple[int, Any]]:
         """Yield (row, value) of the column that the setting `key` names."""
-        for start, values in self._rows.values(getattr(self.config, key), batch=TOKENIZE_ROWS, limit=len(self._rows)):
+        column = getattr(self.config, key)
+        for start, values in self._rows.values(column, batch=TOKENIZE_ROWS, limit=self._num_rows):
             yield from enumerate(values, start)
+
+    def _blank_rows(self) -> set[int]:
+        """Return the rows with a response of white space only, which `data.truncation=filter` leaves out.
+
+        Raises:
+            DataError: There is one, and `data.truncation` is `error`.
+        """
+        keys = {row: key for key in self.response_settings() for row, value in self.column(key) if is_blank(value)}
+        if keys and self.config.truncation == "error":
+            first = min(keys)
+            raise self.error(
+                first,
+                f"column {getattr(self.config, keys[first])!r} is blank ({len(keys)} of {self._num_rows} rows have a "
+                "blank response), and a chat template would drop it; remove these rows, or leave them out with "
+                "data.truncation=filter",
+            )
+        if keys:
+            logger.info("left out %d of %d rows, which have a blank response", len(keys), self._num_rows)
+        return set(keys)
 
     def error(self, row: int, problem: str) -> DataError:
         """Return an error with file and row."""
@@ -93,20 +116,25 @@ class PreferenceDataset:
             raise self.error(
                 equal[0],
                 f"columns {self.config.chosen_key!r} and {self.config.rejected_key!r} are equal ({len(equal)} of "
-                f"{len(self._rows)} rows are), which is no preference; remove these rows",
+                f"{self._num_rows} rows are), which is no preference; remove these rows",
             )
 
     def _tokenize(self, key: str) -> list[Tokens]:
-        prompts = self._rows.values(self.config.prompt_key, batch=TOKENIZE_ROWS, limit=len(self._rows))
-        responses = self._rows.values(getattr(self.config, key), batch=TOKENIZE_ROWS, limit=len(self._rows))
-        found: list[Tokens] = []
+        limits = {"batch": TOKENIZE_ROWS, "limit": self._num_rows}
+        prompts = self._rows.values(self.config.prompt_key, **limits)
+        responses = self._rows.values(getattr(self.config, key), **limits)
+        empty = np.zeros(0, dtype=np.int32)
+        found: list[Tokens] = [(empty, empty)] * self._num_rows
         for (start, some_prompts), (_, some_responses) in zip(prompts, responses, strict=True):
-            locate = lambda i, start=start: self._rows.location(start + i)  # noqa: E731
-            found += tokenize_responses(self.tokenizer, some_prompts, some_responses, locate)
+            kept = [i for i in range(len(some_prompts)) if start + i not in self._blank]
+            locate = lambda i, start=start, kept=kept: self._rows.location(start + kept[i])  # noqa: E731
+            pairs = [some_prompts[i] for i in kept], [some_responses[i] for i in kept]
+            for i, tokens in zip(kept, tokenize_responses(self.tokenizer, *pairs, locate), strict=True):
+                found[start + i] = tokens
         return found
 
     def _select_rows(self) -> list[int]:
-        limit, total = self.config.max_length, len(self._rows)
+        limit, total = self.config.max_length, self._num_rows
         lengths = [max(sum(map(len, tokens[row])) for tokens in self._responses) for row in range(total)]
         too_long = [row for row in range(total) if lengths[row] > limit]
         if too_long and self.config.truncation == "error":
@@ -118,7 +146,7 @@ class PreferenceDataset:
             )
         if too_long:
             logger.info("left out %d of %d rows, which are longer than data.max_length=%d", len(too_long), total, limit)
-        selected = [row for row in range(total) if lengths[row] <= limit]
+        selected = [row for row in range(total) if lengths[row] <= limit and row not in self._blank]
         if not selected:
             hint = f"raise data.max_length={limit}" if total else "give files with rows"
             raise DataError(f"no rows are left of {total} in {', '.join(self._rows.files)}; {hint}")
@@ -222,6 +250,13 @@ class LabelDataset(PreferenceDataset):
         batch = super().collate(rows)
         batch.batch["preferred"] = torch.tensor([row["label"] for row in rows])
         return batch
+
+
+def is_blank(response: Any) -> bool:
+    """Return whether a response, text or messages, has nothing but white space at its end."""
+    if isinstance(response, list) and response and isinstance(response[-1], Mapping):
+        response = response[-1].get("content")
+    return isinstance(response, str) and not response.strip()
 
 
 def tokenize_responses(tokenizer: Any, prompts: list, responses: list, locate: Locate) -> list[Tokens]:

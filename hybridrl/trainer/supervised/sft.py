@@ -39,6 +39,7 @@ class SFTDataset:
         data_files: Parquet files; one path or a list.
         tokenizer: A Hugging Face tokenizer with a chat template.
         config: Settings `data`: column, length limit, truncation.
+        max_samples: Use only the first rows; -1 means all.
 
     Raises:
         DataError: A file or column is missing. A row is no conversation or has no assistant message. The assistant's
@@ -46,13 +47,14 @@ class SFTDataset:
             conversation is left.
     """
 
-    def __init__(self, data_files: list[str] | str, tokenizer: Any, config: SFTDataConfig):
+    def __init__(self, data_files: list[str] | str, tokenizer: Any, config: SFTDataConfig, *, max_samples: int = -1):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
+        num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._rows.require(config.messages_key, "data.messages_key")
         self._tokens: list[np.ndarray] = []  # each (length,) int32
         self._masks: list[np.ndarray] = []  # each (length,) bool
-        for start, column in self._rows.values(config.messages_key, batch=TOKENIZE_ROWS, limit=len(self._rows)):
+        for start, column in self._rows.values(config.messages_key, batch=TOKENIZE_ROWS, limit=num_rows):
             self._tokenize(start, column)
         self._selected_rows = self._select_rows()
         if not self._selected_rows:
@@ -178,9 +180,11 @@ class SFTTrainer(SupervisedTrainer):
     role = ROLE
     engine_directories: Mapping[str, str] = {ROLE: "model"}
 
-    def load_dataset(self, config: SFTConfig, files: list[str], tokenizer: object) -> SFTDataset:
+    def load_dataset(
+        self, config: SFTConfig, files: list[str], tokenizer: object, *, max_samples: int = -1
+    ) -> SFTDataset:
         """Return the tokenized conversations of `files`."""
-        return SFTDataset(files, tokenizer, config.data)
+        return SFTDataset(files, tokenizer, config.data, max_samples=max_samples)
 
     @classmethod
     def step(cls, config: SFTConfig, roles: Collection[str]) -> list[Stage]:

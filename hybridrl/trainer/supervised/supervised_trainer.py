@@ -71,7 +71,7 @@ class SupervisedTrainer(Trainer):
     ):
         context = context or RunContext()
         data, trainer = config.data, config.trainer
-        train = self.load_dataset(config, data.train_files, tokenizer)
+        train = self.load_dataset(config, data.train_files, tokenizer, max_samples=data.train_max_samples)
         super().__init__(
             config,
             tokenizer,
@@ -85,10 +85,14 @@ class SupervisedTrainer(Trainer):
             context=context,
         )
         self.worker_cls = worker_cls
-        self.val_dataset = self.load_dataset(config, data.val_files, tokenizer) if data.val_files else None
+        self.val_dataset = None
+        if data.val_files:
+            self.val_dataset = self.load_dataset(config, data.val_files, tokenizer, max_samples=data.val_max_samples)
 
-    def load_dataset(self, config: Any, files: list[str], tokenizer: Any) -> SupervisedDataset:
-        """Return the tokenized rows of `files`."""
+    def load_dataset(
+        self, config: Any, files: list[str], tokenizer: Any, *, max_samples: int = -1
+    ) -> SupervisedDataset:
+        """Return the tokenized rows of `files`, or the first of them."""
         raise NotImplementedError
 
     # ---- stages that every step has

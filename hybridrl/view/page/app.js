@@ -24,7 +24,7 @@ function showRuns() {
       box.checked ? state.shown.add(run.id) : state.shown.delete(run.id);
       show();
     } });
-    const steps = run.step === null ? "no step yet" : `step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}`;
+    const steps = run.step === null ? "no step yet" : `step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}${run.state ? `, ${run.state}` : ""}`;
     return el("label", { className: "run", title: run.path }, box,
       el("span", { className: "dot", style: { background: state.colours.get(run.id) } }), run.id, el("small", {}, steps));
   }));

@@ -52,8 +52,8 @@ class ShardedEngine(ABC):
 
     def take_computed(self) -> dict[str, float]:
         """See `PrefixEngine`."""
-        taken, self._computed = dict(self._computed), Counter()
-        return taken
+        taken, self._computed = self._computed, Counter()
+        return {name: float(number) for name, number in taken.items()}
 
     @abstractmethod
     def _reduced_norm(self) -> float:

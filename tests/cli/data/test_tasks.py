@@ -56,7 +56,7 @@ def test_a_good_file_has_columns_meanings_and_lengths(tmp_path, tiny_qwen2, tiny
         ([{"prompt": "x", "data_source": "mine"}], ["note: data_source 'mine' has no score function"]),
         (
             [{"prompt": "x", "reward_model": {"ground_truth": "4"}}, {"prompt": "y", "reward_model": None}],
-            ["note: 1 of 2 rows have no reward_model.ground_truth"],
+            ["refused: 1 of 2 rows have no reward_model.ground_truth"],
         ),
     ],
 )
@@ -70,3 +70,21 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path, capsys):
     (tmp_path / "a.parquet").write_text("no parquet")
     code, shown = inspect(capsys, str(tmp_path / "a.parquet"))
     assert code == 2 and "is not a parquet file that can be read" in shown and shown.count("\n") == 1
+
+
+def test_columns_of_ones_own_are_inspected_by_their_names(tmp_path, capsys):
+    (tmp_path / "qa.jsonl").write_text('{"question": "2 + 3 =", "answer": "5"}\n')
+    file, own = str(tmp_path / "qa.jsonl"), ["data.prompt_key=question", "data.ground_truth_key=answer"]
+    assert cli.main(["data", "inspect", file]) == 1 and "data.prompt_key=COLUMN" in capsys.readouterr().out
+    assert cli.main(["data", "inspect", file, *own]) == 0
+    shown = capsys.readouterr().out
+    assert "1 rows, for main_ppo" in shown and "nothing would be refused" in shown and "no ground truth" not in shown
+    assert cli.main(["data", "inspect", file, "data.prompt_key=prompt"]) == 2
+    assert "no such column (data.prompt_key=prompt); it has question, answer" in capsys.readouterr().err
+
+
+def test_a_blank_response_is_found_by_the_inspection(tmp_path, capsys):
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": " "}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["data", "inspect", str(tmp_path / "a.jsonl")]) == 1
+    assert "a.jsonl row 1: the response is blank; remove the row" in capsys.readouterr().out

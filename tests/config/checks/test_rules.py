@@ -619,3 +619,13 @@ def test_a_reward_model_has_no_adapters(tmp_path):
     )
     with pytest.raises(ConfigError, match="model.lora_adapter_path=.*: main_rm trains a new score head"):
         check_rm_config(config)
+
+
+def test_a_response_beyond_the_models_positions_is_one_error_that_names_them(check, tmp_path):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text('{"max_position_embeddings": 8192}')
+    model = f"actor_rollout_ref.model.path={tmp_path / 'small'}"
+    message = check(model, "data.max_response_length=100000")
+    assert message.count("\n") == 0 and "small has 8192 positions (max_position_embeddings)" in message
+    assert "a sequence has 100512 tokens" in message
+    assert check(model, "data.max_response_length=7680") == ""

@@ -1,6 +1,8 @@
 """Parquet files: a damaged or unsuitable one is one error that names the file, whatever is wrong with it."""
 
 import random
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -99,3 +101,25 @@ def test_data_sources_have_the_file_and_row_of_their_first_prompt(tmp_path):
         pq.write_table(pa.Table.from_pylist(rows), path)
     dataset = RLHFDataset(files, letter_tokenizer(), DataConfig(max_prompt_length=50))
     assert dataset.data_sources() == {"x": f"{files[0]} row 0", "y": f"{files[0]} row 2", "z": f"{files[1]} row 1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "prompt,answer\nhi,4\n", "pandas.read_csv("),
+        ("a.tsv", "prompt\tanswer\nhi\t4\n", "sep='\\t'"),
+        ("a.json", '\n [{"prompt": "hi"}]', "pandas.read_json("),
+        ("a.json", '{"prompt": "hi"}\n{"prompt": "ha"}\n', "rename it to end with .jsonl"),
+    ],
+)
+def test_csv_and_json_are_refused_with_the_line_that_converts_them(tmp_path, name, text, says):
+    (tmp_path / name).write_text(text)
+    assert says in refusal(tmp_path / name)
+
+
+def test_the_line_that_converts_a_csv_file_does_so(tmp_path):
+    pytest.importorskip("pandas")
+    (tmp_path / "a.csv").write_text("prompt,answer\nhi,4\n")
+    program = refusal(tmp_path / "a.csv").partition('python -c "')[2].rstrip('"')
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, timeout=60)
+    assert ParquetRows(str(tmp_path / "a.jsonl"))[0] == {"prompt": "hi", "answer": 4}

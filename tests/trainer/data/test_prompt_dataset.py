@@ -227,3 +227,35 @@ def test_a_custom_class_replaces_the_dataset(tmp_path):
         load(str(code), "Shoutin")
     with pytest.raises(ConfigError, match="not_a_dataset in .* is not a class with __len__ and __getitem__"):
         load(str(code), "not_a_dataset")
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_messages_as_json_text_are_refused_and_other_text_in_brackets_is_not(tmp_path, template):
+    tokenizer = letter_tokenizer() if template else letter_tokenizer(None)
+    text = '[{"role": "user", "content": "hi"}]'
+    with pytest.raises(DataError, match=r"a.parquet row 1: the text is a list of messages as JSON.* json.loads"):
+        RLHFDataset(write(tmp_path / "a.parquet", {"prompt": "hi"}, {"prompt": text}), tokenizer, CONFIG)
+    assert len(RLHFDataset(write(tmp_path / "b.parquet", {"prompt": "[1, 2]"}), tokenizer, CONFIG)) == 1
+
+
+def truth(value, **more) -> dict:
+    return {"prompt": "hi", "reward_model": {"style": "rule", "ground_truth": value} | more}
+
+
+def test_a_row_without_the_ground_truth_that_others_have_is_refused_with_its_number(tmp_path):
+    with pytest.raises(DataError, match=r"row 1: reward_model.ground_truth is null \(1 of 2 rows\).*remove the row"):
+        RLHFDataset(write(tmp_path / "a.parquet", truth("4"), truth(None)), letter_tokenizer(), CONFIG)
+    for name, rows in {"b": [truth(None)] * 2, "c": [truth("4"), truth(None, style="model")]}.items():
+        assert len(RLHFDataset(write(tmp_path / name, *rows), letter_tokenizer(), CONFIG)) == 2
+
+
+def test_a_column_of_the_users_is_the_ground_truth(tmp_path):
+    file = write(tmp_path / "a.parquet", {"question": "hi", "answer": "4", "reward_model": {"style": "rule"}})
+    config = replace(CONFIG, prompt_key="question", ground_truth_key="answer")
+    dataset = RLHFDataset(file, letter_tokenizer(), config)
+    assert dataset[0]["reward_model"] == {"style": "rule", "ground_truth": "4"} and dataset.has_ground_truths
+    with pytest.raises(DataError, match=r"no column 'truth' \(data.ground_truth_key\)"):
+        RLHFDataset(file, letter_tokenizer(), replace(config, ground_truth_key="truth"))
+    with pytest.raises(DataError, match=r"row 1: answer \(data.ground_truth_key\) is null"):
+        rows = [{"question": "hi", "answer": answer} for answer in ("4", None)]
+        RLHFDataset(write(tmp_path / "b.parquet", *rows), letter_tokenizer(), config)

@@ -89,3 +89,15 @@ def test_a_data_source_that_the_built_in_function_cannot_score_is_refused_with_i
         check_data_sources(Data(), built_in)
     check_data_sources(Data(), own)
     check_data_sources([{"data_source": "nobody/knows"}], built_in)  # a dataset of the user's: not asked
+
+
+def test_a_data_source_without_ground_truths_is_refused_for_the_built_in_functions():
+    class Data:
+        has_ground_truths = False
+
+        def data_sources(self):
+            return {"environment": "a.parquet row 0", "openai/gsm8k": "a.parquet row 1"}
+
+    with pytest.raises(DataError, match=r"^a.parquet row 1: no row has a ground truth .*data.ground_truth_key=COLUMN"):
+        check_data_sources(Data(), RewardManager(None))
+    check_data_sources(Data(), RewardManager(None, compute_score=lambda **_: 1.0))

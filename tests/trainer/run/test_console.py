@@ -124,7 +124,7 @@ def test_the_time_left_follows_the_speed_of_the_latest_steps(monkeypatch):
     assert progress.eta_s() == 7.5  # 3 steps left at the median of 2 and 3 s
 
 
-# `timing_s/step` of SmolLM2-135M on two cores, 8 prompts x 8 samples x 48 tokens, while other programs took more and more.
+# `timing_s/step` of a run of SmolLM2-135M on two cores, of which other programs took more and more.
 RECORDED = (
     *(17.9, 29.0, 27.4, 21.8, 27.5, 43.7, 49.7, 37.7, 31.5, 38.8, 36.3, 34.5, 30.9, 45.7, 33.4, 29.8),
     *(36.8, 48.1, 56.2, 50.0, 80.3, 75.2, 49.7, 44.1, 47.0, 54.6, 57.5, 68.7, 51.8, 63.5, 47.0),

@@ -203,3 +203,22 @@ def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path):
     template = PLAIN.replace("{{ '<a' }}", "{{ '<a think' }}")
     with pytest.raises(DataError, match="a.parquet row 0: the tokens of the prompt are not a prefix"):
         PairDataset(write(tmp_path / "a.parquet", pair()), letter_tokenizer(template), CONFIG)
+
+
+@pytest.mark.parametrize("blank", [" ", [assistant("  ")], [user("hi"), assistant("\n")]], ids=str)
+def test_a_blank_response_is_refused_with_its_row_or_left_out(tmp_path, blank, caplog):
+    chosen, rejected = ([assistant("yes")], [assistant("no")]) if isinstance(blank, list) else ("yes", "no")
+    rows = [pair("hi", chosen, rejected), pair("hi", chosen, blank)]
+    file = write(tmp_path / "a.parquet", *rows)
+    with pytest.raises(DataError, match=r"row 1: column 'rejected' is blank \(1 of 2 rows .*data.truncation=filter"):
+        PairDataset(file, letter_tokenizer(), CONFIG)
+    with caplog.at_level(logging.INFO):
+        dataset = PairDataset(file, letter_tokenizer(), DPODataConfig(max_length=64, truncation="filter"))
+    assert len(dataset) == 1 and "left out 1 of 2 rows, which have a blank response" in caplog.text
+    assert shown(dataset) == shown(PairDataset(write(tmp_path / "b.parquet", rows[0]), letter_tokenizer(), CONFIG))
+
+
+def test_only_the_first_rows_are_used(tmp_path):
+    file = write(tmp_path / "a.parquet", pair(), pair("a", "b", "c"), pair("a", "b", "b"))
+    assert len(PairDataset(file, letter_tokenizer(PLAIN), CONFIG, max_samples=2)) == 2
+    assert len(LabelDataset(file, letter_tokenizer(PLAIN), CONFIG, max_samples=2)) == 4
