@@ -48,5 +48,4 @@ class ReplicaWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> RolloutHealth:
         """Replace all weights, given under Hugging Face names, by those of `version`."""
-        self.rollout.load_weights(version, weights)
-        return self.rollout.health()
+        return self.rollout.load_weights(version, weights)

@@ -64,8 +64,7 @@ class WeightPushMixin(TrainingWorker):
         """
         self._wake_up()
         with self._trained():
-            self.rollout.load_weights(version, self._weights_to_push(adapters), adapters=adapters)
-        return self.rollout.health()
+            return self.rollout.load_weights(version, self._weights_to_push(adapters), adapters=adapters)
 
     def _weights_to_push(self, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the weights of a push: all, or the adapters alone."""
@@ -162,8 +161,7 @@ class WeightPushMixin(TrainingWorker):
                 next push.
         """
         incoming = self._receivers.receive(version, sent)
-        self.rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=adapters)
-        return self.rollout.health()
+        return self.rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=adapters)
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_health(self) -> RolloutHealth:

@@ -46,8 +46,8 @@ def reject_json_text(text: str, location: str) -> None:
     except (ValueError, RecursionError, DataError):
         return
     raise DataError(
-        f"{location}: the text is a list of messages as JSON, {text!r:.60}, and would be trained on as it is; parse the "
-        "column with json.loads, for instance table.map(lambda row: {'prompt': json.loads(row['prompt'])})"
+        f"{location}: the text is a list of messages as JSON, {text!r:.60}, and would be trained on as it is; parse "
+        "the column with json.loads, for instance table.map(lambda row: {'prompt': json.loads(row['prompt'])})"
     )
 
 

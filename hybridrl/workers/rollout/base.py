@@ -162,8 +162,11 @@ class Rollout(ABC):
         *,
         sent: Callable[[], int] | None = None,
         adapters: bool = False,
-    ) -> None:
+    ) -> RolloutHealth:
         """Load exactly these weights as `version`, or raise StaleWeightsError and generate nothing.
+
+        Returns:
+            What `health` says after the push, without reading the weights again.
 
         Args:
             version: Of the push.
@@ -190,6 +193,7 @@ class Rollout(ABC):
                 "push). Push all weights again; the rollout generates nothing until then."
             )
         self._version, self._received = version, pushed
+        return self.health()
 
     def health(self) -> RolloutHealth:
         """Return the version, and what the engine knows about its weights.

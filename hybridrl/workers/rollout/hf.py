@@ -65,6 +65,7 @@ class HFRollout(VersionedRollout):
 
     def __init__(self, setup: RolloutSetup):
         self._model = _build_model(setup)
+        self._model.get_output_embeddings().register_forward_pre_hook(_contiguous)
         self._device = torch.device(setup.device)
         self._accepted = frozenset(signature(self._model.forward).parameters)
         super().__init__(setup, names=WeightNames.of(self._model))
@@ -234,6 +235,11 @@ def places_after_drop(finished: torch.Tensor) -> torch.Tensor:
     places = torch.arange(len(kept), device=finished.device)
     places[finished[: len(kept)]] = kept[kept >= len(kept)]
     return places
+
+
+def _contiguous(head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Give the head's states memory of their own: of a slice, torch would expand the head's matrix once per row."""
+    return args[0].contiguous(), *args[1:]
 
 
 def _left_padded(

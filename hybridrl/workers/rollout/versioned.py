@@ -17,7 +17,7 @@ from hybridrl.workers.rollout.base import VERSION_ON_DISK, Rollout, RolloutHealt
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 from hybridrl.workers.weight_transfer.adapter_merge import AdapterMerger
-from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames, WeightStream
 
 logger = logging.getLogger(__name__)
 # Allocators round up, and other threads allocate meanwhile. An engine that kept its weights or its cache frees far
@@ -70,31 +70,40 @@ class VersionedRollout(Rollout):
         *,
         sent: Callable[[], int] | None = None,
         adapters: bool = False,
-    ) -> None:
+    ) -> RolloutHealth:
         self._require_awake("load_weights")
         before, self._version = self._version, None
         weights = iter(weights)
         try:
-            stream = self._merger.expect_adapters(weights) if adapters else self._merger.expect_full_push(weights)
+            if adapters:
+                stream = self._merger.expect_adapters(weights)
+            else:
+                stream = self._merger.expect_full_push(weights, is_hashed=sent is None)
             self.replace_weights(self._merger.merge(stream))
         finally:
             # Iterating may be a collective call of all training ranks. A rank that stops early would block the others.
             for _ in weights:
                 pass
-        pushed, arrived = stream.fingerprint if sent is None else sent(), stream.fingerprint
-        loaded, expected = self._engine_fingerprint(), self._merger.expected_fingerprint(stream)
+        pushed = stream.fingerprint if sent is None else sent()
+        arrived = stream.fingerprint if stream.is_hashed else pushed
+        loaded = self._engine_fingerprint()
+        expected = self._merger.expected_fingerprint(stream) if stream.is_hashed else pushed
         if stream.missing or arrived != pushed or loaded != expected:
-            missing = (
-                f" without {len(stream.missing)} of its weights ({', '.join(sorted(stream.missing)[:3])})"
-                if stream.missing
-                else ""
-            )
-            raise StaleWeightsError(
-                f"{self.engine_name} rollout: version {version} was pushed{missing} with fingerprint {pushed:016x}, "
-                f"and {arrived:016x} arrived; the engine holds {loaded:016x} instead of {expected:016x} (version "
-                f"{before} before the push). Push all weights again; the rollout generates nothing until then."
-            )
+            raise self._stale_weights(version, before, stream, pushed=pushed, loaded=loaded, expected=expected)
         self._version, self._fingerprint, self._received = version, loaded, pushed
+        return RolloutHealth(version=version, fingerprint=loaded, received=pushed)
+
+    def _stale_weights(
+        self, version: int, before: int | None, stream: WeightStream, *, pushed: int, loaded: int, expected: int
+    ) -> StaleWeightsError:
+        names = ", ".join(sorted(stream.missing)[:3])
+        missing = f" without {len(stream.missing)} of its weights ({names})" if stream.missing else ""
+        arrived = f", and {stream.fingerprint:016x} arrived" if stream.is_hashed else ""
+        return StaleWeightsError(
+            f"{self.engine_name} rollout: version {version} was pushed{missing} with fingerprint {pushed:016x}"
+            f"{arrived}; the engine holds {loaded:016x} instead of {expected:016x} (version {before} before the push). "
+            "Push all weights again; the rollout generates nothing until then."
+        )
 
     def _use_weights_on_disk(self) -> None:
         """Mark the weights that the engine read at its start as version 0, unless they are random ("dummy")."""

@@ -38,10 +38,15 @@ class AdapterMerger:
         self._base_weights: dict[str, torch.Tensor] = {}
         self._hashes: dict[str, int] = {}
 
-    def expect_full_push(self, weights: Iterable[NamedTensor]) -> WeightStream:
-        """Drop all kept state and return the stream of a full push, for `merge`."""
+    def expect_full_push(self, weights: Iterable[NamedTensor], *, is_hashed: bool) -> WeightStream:
+        """Drop all kept state and return the stream of a full push, for `merge`.
+
+        Args:
+            weights: Adapters first.
+            is_hashed: See `WeightStream`.
+        """
         self._base_weights, self._hashes = {}, {}
-        return WeightStream(weights, self._names, dtype=self._dtype)
+        return WeightStream(weights, self._names, dtype=self._dtype, is_hashed=is_hashed)
 
     def expect_adapters(self, weights: Iterable[NamedTensor]) -> WeightStream:
         """Return the stream of a push of adapters alone: A and B of every layer that had them.

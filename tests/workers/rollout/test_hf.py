@@ -1,8 +1,11 @@
 """The `hf` rollout against `model.generate` and a plain forward pass; its sampler; the versions of its weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from hybridrl.config.schema.workers import RolloutConfig
@@ -11,6 +14,8 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, fingerprint, make_rollout
 from hybridrl.workers.rollout.hf import _new_cache, places_after_drop
 from hybridrl.workers.rollout.sampling.sampler import draw_tokens, row_seeds, sequence_keys, uniforms
+from hybridrl.workers.weight_transfer import OutgoingWeights, buckets
+from hybridrl.workers.weight_transfer import fingerprint as hash_functions
 
 VOCAB, PAD, PROMPT, RESPONSE = 64, 0, 12, 16
 
@@ -111,6 +116,15 @@ def test_greedy_tokens_are_those_of_generate(start, model_paths, name):
             pad_token_id=PAD,
         )
         assert ours["responses"][row][ours["response_mask"][row].bool()].tolist() == theirs[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prefill_does_not_copy_the_head_for_every_prompt(start, name):
+    rollout, num_prompts = start(name, dtype="bfloat16"), 128
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        rollout.generate(prompts_of(num_prompts), SamplingParams(1, do_sample=False))
+    largest = max(event.cpu_memory_usage for event in profiled.events() if not event.cpu_children)
+    assert largest < num_prompts * VOCAB * 32 * 2  # torch copied the head (64, 32) once per prompt
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -370,6 +384,46 @@ def test_fingerprint_is_independent_of_layout_and_depends_on_every_element():
             "a second copy"
         )
         assert fingerprint({"q": q, "k": k, "v": v}.items(), dtype) != reference, "one missing"
+
+
+def test_fingerprint_of_chunks_is_the_sum_of_murmurs_finalizer_over_the_elements():
+    def finalizer(bits: int) -> int:
+        """As signed 32-bit number: Murmur's mix without its first shift and its last."""
+        for multiplier, shift in ((0x85EBCA6B, 15), (0xC2B2AE35, 13)):
+            bits = bits * multiplier % (1 << 32)
+            bits ^= bits >> shift
+        return bits - (bits >> 31 << 32)
+
+    weights = torch.randn(70, 1000, generator=torch.Generator().manual_seed(1))  # more than one chunk
+    for dtype, signed in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        numbers = weights.to(dtype).view(signed).flatten().tolist()
+        expected = sum(finalizer(number % (1 << 32)) for number in numbers) % (1 << 64)
+        assert fingerprint([("w", weights)], dtype) == expected
+        assert fingerprint([("w", weights.t())], dtype) == expected, "not contiguous"
+
+
+def test_a_push_reads_the_weights_once_at_each_end(start, model_paths, monkeypatch):
+    rollout, model = start(), plain_model(model_paths["qwen2"])
+    weights = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
+    hashed = []
+
+    def counting(tensor, dtype, hash_of=hash_functions.tensor_hash):
+        hashed.append(tensor.numel())
+        return hash_of(tensor, dtype)
+
+    for module in (hash_functions, buckets):
+        monkeypatch.setattr(module, "tensor_hash", counting)
+    once = sum(tensor.numel() for _, tensor in weights)
+    health = rollout.load_weights(1, weights)  # in one process: the actor's weights, then the engine's own
+    assert sum(hashed) == 2 * once
+    sent = OutgoingWeights(weights, torch.float32)
+    assert rollout.load_weights(2, sent, sent=lambda: sent.fingerprint) == replace(health, version=2)
+    assert sum(hashed) == 4 * once  # the sender's, and the engine's own
+    damaged = ((name, tensor + (name.endswith("norm.weight"))) for name, tensor in weights)
+    with pytest.raises(StaleWeightsError, match="the engine holds"):
+        rollout.load_weights(3, damaged, sent=lambda: sent.fingerprint)
+    with pytest.raises(StaleWeightsError, match="without 1 of its weights"):
+        rollout.load_weights(4, weights[1:], sent=lambda: sent.fingerprint)
 
 
 def test_fingerprint_detects_one_bit_and_a_change_that_keeps_the_sum_of_the_bits():
