@@ -39,7 +39,7 @@ def test_names_are_known_before_their_entries_are_imported():
 def test_the_name_of_a_built_in_entry_is_taken_before_it_is_imported(shapes):
     from fractions import Fraction
 
-    with pytest.raises(ConfigError, match="the name 'fraction' is taken by fractions:Fraction; register builtins.list"):
+    with pytest.raises(ConfigError, match="'fraction' is taken by fractions:Fraction; register builtins.list"):
         shapes.register("fraction")(list)
     shapes.register("fraction")(Fraction)
 
@@ -70,7 +70,7 @@ def test_an_import_path_is_a_name(shapes, tmp_path):
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest(shapes):
-    with pytest.raises(ConfigError, match=r"^shape.kind='sqare' is not a known shape; did you mean 'square'\? Known: "):
+    with pytest.raises(ConfigError, match=r"^shape.kind='sqare' .*did you mean 'square'\? Known: "):
         shapes.lookup("sqare")
     assert "a file in shape.path registers" in shapes.problem("sqare")
 
@@ -78,9 +78,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(shapes):
 def test_a_registry_without_import_paths_refuses_them(tmp_path):
     formulas = Registry("loss", kind="loss", import_paths=False)
     formulas.enter("mean", sum)
-    with pytest.raises(
-        ConfigError, match=r"^loss='builtins:sum' is not a known loss; did you mean 'mean'\?"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"^loss='builtins:sum' .*did you mean 'mean'\?") as refused:
         formulas.lookup("builtins:sum")
     assert "import path" not in str(refused.value)
 
@@ -99,7 +97,7 @@ def test_the_member_of_an_enum_is_a_name_and_a_number_is_not(shapes):
 
     shapes.register(Kind.OVAL)(list)
     assert shapes.lookup("oval") is list is shapes.lookup(Kind.OVAL)
-    with pytest.raises(ConfigError, match="the name 3 of builtins.list is a int; register it as a str"):
+    with pytest.raises(ConfigError, match="name 3 of builtins.list .*int; .*str"):
         shapes.register(Kind.THIRD)(list)
     with pytest.raises(ConfigError, match="did you mean 'oval'"):
         shapes.lookup("ovel")
@@ -107,5 +105,5 @@ def test_the_member_of_an_enum_is_a_name_and_a_number_is_not(shapes):
 
 def test_a_name_is_taken_once_but_the_same_entry_may_come_again(shapes):
     shapes.register("square")(dict)
-    with pytest.raises(ConfigError, match="the name 'square' is taken by builtins.dict; register builtins.list"):
+    with pytest.raises(ConfigError, match="'square' is taken by builtins.dict; register builtins.list"):
         shapes.register("square")(list)

@@ -206,7 +206,7 @@ def test_each_estimator_declares_its_inputs():
 def test_an_unknown_name_is_refused_with_the_nearest_and_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match=r"adv_estimator='gpro' is not a known \w+ \w+; did you mean 'grpo'\? Known: gae, gdpo, gpg, grpo, ",
+        match=r"adv_estimator='gpro'.*'grpo'\? Known: gae, gdpo, gpg, grpo, ",
     ):
         get_adv_estimator("gpro")
 
@@ -249,9 +249,9 @@ def test_missing_or_misshapen_inputs_are_refused_by_name():
         get_adv_estimator("rloo")(b["rewards"], b["mask"])
     with pytest.raises(DataError, match=r"response_mask \(12, 6\)"):
         get_adv_estimator("grpo")(b["rewards"], b["mask"][:, 1:], group_B=b["group"])
-    with pytest.raises(DataError, match="group_B must have one number for each of 12 rows"):
+    with pytest.raises(DataError, match="group_B must have .* 12 rows"):
         get_adv_estimator("grpo")(b["rewards"], b["mask"], group_B=b["group"][1:])
-    with pytest.raises(DataError, match="valid_B must have one number for each of 12 rows"):
+    with pytest.raises(DataError, match="valid_B must have .* 12 rows"):
         get_adv_estimator("grpo")(b["rewards"], b["mask"], group_B=b["group"], valid_B=torch.ones(12, 7))
 
 

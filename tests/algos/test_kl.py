@@ -117,7 +117,7 @@ def test_the_fixed_controller_keeps_its_setting():
 
 def test_refusals_name_the_problem():
     ones = torch.ones(2, 2)
-    with pytest.raises(ConfigError, match="kl_penalty='low_var' is not a known KL .*; did you mean 'low_var_kl'"):
+    with pytest.raises(ConfigError, match="kl_penalty='low_var'.*did you mean 'low_var_kl'"):
         kl_penalty(ones, ones, "low_var")
     with pytest.raises(DataError, match="same shape"):
         kl_penalty(ones, ones[:, :1], "k1")

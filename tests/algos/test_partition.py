@@ -72,10 +72,10 @@ def test_units_stay_together_worked_out_by_hand():
 
 
 def test_a_unit_over_a_limit_is_refused():
-    with pytest.raises(DataError, match=r"rows \[1, 0\], which stay together, have 20 tokens, but .* at most 19"):
+    with pytest.raises(DataError, match=r"rows \[1, 0\].* 20 tokens.* at most 19"):
         micro_batches([3, 10], max_tokens=19, units=[0, 0])
     assert micro_batches([3, 10], max_tokens=13, packed=True, units=[0, 0]) == [[1, 0]]
-    with pytest.raises(DataError, match=r"rows \[1, 0\] stay together, but .* at most 1 rows"):
+    with pytest.raises(DataError, match=r"rows \[1, 0\] .*at most 1 rows"):
         micro_batches([3, 10], max_rows=1, units=[0, 0])
     with pytest.raises(ValueError, match="units has 1 entries for 2 rows"):
         micro_batches([3, 10], units=[0])
@@ -94,9 +94,7 @@ def test_no_rows_are_no_groups(limits):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_row_over_the_budget_is_refused_with_its_length_and_the_fix(packed):
-    with pytest.raises(
-        DataError, match=r"row 1 has 21 tokens, but a micro-batch may have at most 20: raise the token budget"
-    ):
+    with pytest.raises(DataError, match="row 1 .*21 tokens.* 20.*token budget"):
         micro_batches([3, 21, 20], max_tokens=20, packed=packed)
     assert micro_batches([3, 20], max_tokens=20, packed=packed) == [[1], [0]]
 

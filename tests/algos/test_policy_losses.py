@@ -109,7 +109,7 @@ def test_refusals_name_the_value():
         vanilla(ones_BT, ones_BT, ones_BT[:, :1], ones_BT, **CLIP)
     with pytest.raises(
         ConfigError,
-        match=r"loss_mode='vanila' is not a known policy .*; did you mean 'vanilla'\? Known: bypass_mode, cispo, ",
+        match=r"loss_mode='vanila'.*'vanilla'\? Known: bypass_mode, cispo, ",
     ):
         get_policy_loss("vanila")
     with pytest.raises(ConfigError, match="taken"):

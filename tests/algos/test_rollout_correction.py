@@ -274,7 +274,7 @@ def test_invalid_arguments_are_refused():
         weights("word", 2.0)
     with pytest.raises(ValueError, match="threshold=0"):
         weights("token", 0)
-    with pytest.raises(ValueError, match="lower=3.0 must be above 0 and at most threshold=2"):
+    with pytest.raises(ValueError, match="lower=3.0.* above 0.* threshold=2"):
         weights("token", 2.0, 3.0)
     with pytest.raises(ValueError, match="kind='token_k4' is not known; known are token_k1"):
         kept(Rejection("token_k4", 2.0))

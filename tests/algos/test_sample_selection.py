@@ -67,7 +67,7 @@ def test_pf_ppo_weights_are_those_of_verl():
     assert pf_ppo_weights(scores, method="pow", weight_pow=1).tolist() == pytest.approx([3, 0, 2, 2], abs=1e-7)
     assert pf_ppo_weights(scores, method="max_min").tolist() == pytest.approx([1, 0, 1, 1], abs=1e-7)
     assert pf_ppo_weights(scores, method="max_random").tolist() == pytest.approx([0.1, 0.1, 0.4, 0.4], abs=1e-7)
-    with pytest.raises(DataError, match=r"weight_pow=1000: scores up to 3 to this power exceed float64"):
+    with pytest.raises(DataError, match="weight_pow=1000: scores up to 3.*float64"):
         pf_ppo_weights(scores, method="pow", weight_pow=1000)
 
 

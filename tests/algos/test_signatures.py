@@ -19,9 +19,9 @@ def too_few(a, *, clip_low):
 
 
 def test_an_argument_that_nobody_passes_is_named_beside_what_is_offered():
-    with pytest.raises(ConfigError, match="my loss needs clip_ratio_low, .* it gets clip_high, clip_low"):
+    with pytest.raises(ConfigError, match="my loss needs clip_ratio_low.*clip_high, clip_low"):
         check_signature(wrong_name, what="my loss", positional=("a", "b"), offered=OFFERED)
-    with pytest.raises(ConfigError, match="my loss takes 1 arguments by position; it gets a, b"):
+    with pytest.raises(ConfigError, match="my loss takes 1 .*by position.* a, b"):
         check_signature(too_few, what="my loss", positional=("a", "b"), offered=OFFERED)
 
 
@@ -31,11 +31,11 @@ def test_what_can_be_called_is_accepted(fn):
 
 
 def test_an_estimator_is_checked_when_it_is_registered_and_its_result_when_it_is_called():
-    with pytest.raises(ConfigError, match="'mine' needs groups, which nobody passes; by name it gets .*group_B"):
+    with pytest.raises(ConfigError, match="'mine' needs groups.*by name it gets .*group_B"):
         register_adv_est("mine")(lambda rewards, mask, *, groups: None)
     register_adv_est("mine")(lambda rewards, mask: (rewards.sum(1), rewards))
     try:
-        with pytest.raises(DataError, match=r"'mine' returned advantages of shape \(2,\); they must be \(B, T\)"):
+        with pytest.raises(DataError, match=r"'mine'.* shape \(2,\).* \(B, T\)"):
             ADVANTAGE_ESTIMATORS.lookup("mine")(torch.zeros(2, 3), torch.ones(2, 3))
     finally:
         ADVANTAGE_ESTIMATORS.pop("mine")

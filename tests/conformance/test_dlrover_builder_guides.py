@@ -130,7 +130,7 @@ def test_the_block_of_the_openrlhf_page(caplog):
     assert json.loads(job.model_dump_json(indent=2))["config"]["vllm_num_engines"] == 2
     assert RLJob.model_validate_json(job.model_dump_json()) == job and lines_of(caplog) == []
     assert len(openrlhf_job(Namespace(**{**vars(ARGS), "init_kl_coef": 0})).workloads) == 5
-    with pytest.raises(ConfigError, match="role 'reference'.*has braces, as an f-string without its f"):
+    with pytest.raises(ConfigError, match="role 'reference'.*braces.*f-string"):
         openrlhf_job(ARGS, prefix="")
 
 
@@ -157,7 +157,7 @@ def test_an_entry_belongs_to_the_role_that_waits_for_one():
     builder = DLJobBuilder()
     builder.role("first").run("a.b").total(2)
     assert list(builder.train("c.d").build().workloads) == ["first", "elastic"]
-    with pytest.raises(ConfigError, match="role 'elastic': it already runs 'c:d'; name another with role"):
+    with pytest.raises(ConfigError, match="role 'elastic'.* already runs 'c:d'.*role"):
         builder.run("e.f")
     with pytest.raises(ConfigError, match=r"run\(\): there is no role yet"):
         DLJobBuilder().run("a.b")
@@ -192,7 +192,7 @@ def test_what_a_workload_is_can_be_changed_before_submit(caplog):
             setattr(job.workloads["actor"], name, value)
     with pytest.raises(AttributeError, match="no attribute 'comm_precheck'"):
         job.workloads["actor"].comm_precheck = False
-    with pytest.raises(KeyError, match="there is no role 'acter'; known are trainer, actor"):
+    with pytest.raises(KeyError, match="no role 'acter'.*trainer, actor"):
         job.get_workload("acter")
     assert Job.model_validate_json(job.model_dump_json()).workloads["actor"].comm_pre_check is True
 

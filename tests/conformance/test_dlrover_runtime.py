@@ -155,7 +155,7 @@ def test_role_group_optional(job):
 def test_role_group_no_actors(job):
     def f(x): ...
 
-    with pytest.raises(ValueError, match=r"RoleGroup\('empty'\): the job has no such role; it has worker"):
+    with pytest.raises(ValueError, match=r"RoleGroup\('empty'\).*no such role.* worker"):
         RoleGroup("empty")
     absent = RoleGroup("empty", optional=True)
     assert absent.call(f, 4).result() == []
@@ -202,7 +202,7 @@ def test_a_queue_is_in_order_and_waits_for_room_and_for_elements(job, as_worker)
 
 def test_a_queue_names_what_is_waited_for(job, as_worker):
     held, other = DataQueue("q", size=2, is_master=True), DataQueue("q")
-    with pytest.raises(CallTimeout, match=r"DataQueue\('q'\): after 0.05 s it has fewer than 2 elements"):
+    with pytest.raises(CallTimeout, match=r"DataQueue\('q'\): after 0.05 s.* 2 elements"):
         other.get(2, timeout_s=0.05)
     held.put(1)
     with pytest.raises(CallTimeout, match="fewer than 2"):

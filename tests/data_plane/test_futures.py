@@ -82,7 +82,7 @@ def test_chunks_of_unknown_sizes_and_of_a_dispatched_future_are_split_from_the_w
 def test_a_future_refuses_wrong_sizes():
     with pytest.raises(ValueError, match="each of the 2 shards"):
         shards(1, 1).future(sizes=[2])
-    with pytest.raises(DataError, match=r"should have \[2, 1\] rows and have \[1, 1\]"):
+    with pytest.raises(DataError, match=r"\[2, 1\] rows.*\[1, 1\]"):
         shards(1, 1).future(sizes=[2, 1]).get()
     with pytest.raises(ValueError, match="chunks=0"):
         shards(1).future().chunk(0)

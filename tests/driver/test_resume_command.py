@@ -63,7 +63,7 @@ def test_a_secret_is_not_saved_and_is_asked_for_when_the_run_resumes(tmp_path, m
     save_command(str(tmp_path))
     assert "sk-123" not in (tmp_path / FILE).read_text()
     key = word.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"has no value of {re.escape(key)}, because secrets are not saved"):
+    with pytest.raises(ConfigError, match=rf"no value of {re.escape(key)}, .*not saved"):
         resume_arguments(str(tmp_path))
     command, _ = resume_arguments(str(tmp_path), [word])
     assert command[-1] == word and "data.prompt_key=p" in command
@@ -94,7 +94,5 @@ def test_what_is_no_command_is_refused(tmp_path, content):
 def test_a_command_that_cannot_be_started_is_one_error(tmp_path, monkeypatch, program, directory):
     monkeypatch.chdir(tmp_path)
     (tmp_path / FILE).write_text(json.dumps({"command": [program], "directory": directory}))
-    with pytest.raises(
-        ConfigError, match=f"{FILE}: {program} cannot be started in {directory} .No such file or directory"
-    ):
+    with pytest.raises(ConfigError, match=f"{FILE}: {program} .*in {directory} .No such file"):
         resume_run(str(tmp_path))

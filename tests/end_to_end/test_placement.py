@@ -43,7 +43,7 @@ def test_separated_actor_and_rollout_train_as_the_hybrid_does(tmp_path, tiny_qwe
 
 def test_a_stale_or_different_rollout_is_reported_with_its_rank():
     verify_push([RolloutHealth(3, 7), RolloutHealth(3, 7)], 3)
-    with pytest.raises(StaleWeightsError, match=r"ranks \[1\] hold version \[2\] after a push of version 3"):
+    with pytest.raises(StaleWeightsError, match=r"ranks \[1\].* version \[2\].* push of version 3"):
         verify_push([RolloutHealth(3, 7), RolloutHealth(2, 7)], 3)
     with pytest.raises(StaleWeightsError, match="different weights"):
         verify_push([RolloutHealth(3, 7), RolloutHealth(3, 8)], 3)
@@ -52,7 +52,7 @@ def test_a_stale_or_different_rollout_is_reported_with_its_rank():
 def test_a_rollout_that_cannot_read_its_weights_is_verified_by_version_and_by_what_it_received():
     remote = [RolloutHealth(3, None, received=7, reads_own_weights=False) for _ in range(2)]
     verify_push(remote, 3, sent=7)
-    with pytest.raises(StaleWeightsError, match=r"ranks \[0, 1\] hold version \[3, 3\] after a push of version 4"):
+    with pytest.raises(StaleWeightsError, match=r"ranks \[0, 1\].*\[3, 3\].* version 4"):
         verify_push(remote, 4, sent=7)
     with pytest.raises(StaleWeightsError, match="received 0x7; 0x8 was sent"):
         verify_push(remote, 3, sent=8)

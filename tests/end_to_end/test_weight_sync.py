@@ -137,10 +137,10 @@ def test_a_replica_that_missed_a_push_generates_no_token(policy, transport):
     pipeline = policy(transport, DropsOnePush)
     pipeline.push_weights(1)
     assert pipeline.generate(prompts()).batch["weights_version"].eq(1).all()
-    with pytest.raises(StaleWeightsError, match="rollout ranks hold different weights after a push of version 2"):
+    with pytest.raises(StaleWeightsError, match="different weights after a push of version 2"):
         pipeline.push_weights(2)
     # The driver did not verify the push, as with a lag: the replica itself refuses.
-    with pytest.raises(StaleWeightsError, match="rollout rank 1 holds weights of version 1, and version 2 was pushed"):
+    with pytest.raises(StaleWeightsError, match="rank 1 .*version 1.*version 2 was pushed"):
         pipeline.generate(prompts())
     pipeline.push_weights(3)  # over a new channel
     assert pipeline.generate(prompts()).batch["weights_version"].eq(3).all()
@@ -156,9 +156,9 @@ def test_a_replica_that_missed_adapters_generates_no_token(policy, transport):
     workers = pipeline.workers
     pipeline.push_weights(1)
     whole = workers.rollout.rollout_health()
-    with pytest.raises(StaleWeightsError, match="rollout ranks hold different weights after a push of version 2"):
+    with pytest.raises(StaleWeightsError, match="different weights after a push of version 2"):
         pipeline.push_weights(2)
-    with pytest.raises(StaleWeightsError, match="rollout rank 1 holds weights of version 1, and version 2 was pushed"):
+    with pytest.raises(StaleWeightsError, match="rank 1 .*version 1.*version 2 was pushed"):
         pipeline.generate(prompts())
     pipeline.push_weights(3)  # a full push, over a new channel
     assert [health.received for health in workers.rollout.rollout_health()] == [health.received for health in whole]
@@ -185,7 +185,7 @@ def test_a_dead_rollout_does_not_block_the_actor_forever(policy, transport):
     sent = workers.actor.send_weights.submit(2)
     with pytest.raises(
         CallTimeout,
-        match=r"rollout rank 0, 1 did not receive weights of version 2 within 5 s \(trainer.call_timeout_s\)",
+        match=r"rank 0, 1 .*version 2.* 5 s \(trainer.call_timeout_s\)",
     ):
         workers.actor.fetch(sent)
     assert workers.actor.machine_id() == workers.rollout.execute_rank(0, "machine_id").split("\n")

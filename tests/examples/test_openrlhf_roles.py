@@ -98,7 +98,7 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_count(roles, tmp_path):
 def test_a_rollout_with_other_weights_generates_nothing(roles):
     args, workers = roles
     push(workers, 3)
-    with pytest.raises(StaleWeightsError, match="holds weights of version 3, and version 4 was pushed"):
+    with pytest.raises(StaleWeightsError, match="version 3.* version 4 was pushed"):
         ExperienceMaker(args).make_experience(5)
 
 

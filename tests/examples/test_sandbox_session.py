@@ -45,7 +45,7 @@ def test_only_the_named_directories_and_tmp_can_be_written_to(session):
         assert "Read-only" in session.run(f"echo x > {path}").stderr, path
     assert session.run("mv /app /gone; mv /usr /gone; rm -rf --no-preserve-root / 2> /dev/null; ls -d /app /usr").ok
     for wrong in ("app", "/usr", "/tmp", "/", "/home/user", "/app/../usr"):
-        with pytest.raises(ValueError, match="a directory to write to is one of the root, and none of"):
+        with pytest.raises(ValueError, match="directory to write to .*of the root"):
             SandboxSession(writable=(wrong,))
 
 

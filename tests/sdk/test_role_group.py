@@ -166,7 +166,7 @@ def test_calls_have_the_endpoints_deadline_or_the_groups(group):
 
 
 def test_an_absent_role_is_an_error_unless_it_is_optional(job):
-    with pytest.raises(ConfigError, match=r"RoleGroup\('critic'\): the job has no such role; it has rollout, trainer"):
+    with pytest.raises(ConfigError, match=r"RoleGroup\('critic'\): .*no such role.* rollout, trainer"):
         RoleGroup("critic")
     absent = RoleGroup("critic", optional=True)
     assert len(absent) == 0 and absent.call("init", 1).result() == [] and absent.call_rank0("init").result() is None

@@ -168,14 +168,12 @@ def test_a_process_runs_what_it_exported_and_methods_without_a_mark(groups):
 
 
 def test_a_name_that_a_process_does_not_offer_is_refused_with_those_that_it_does(groups):
-    with pytest.raises(AttributeError, match=r"rollout-0 has no 'weight'; it offers attach, .*unmarked, weights"):
+    with pytest.raises(AttributeError, match="rollout-0 has no 'weight'.* attach, .*unmarked, weights"):
         groups["rollout"].execute_rank(0, "weight")
 
 
 def test_a_thread_that_the_processes_lack_is_refused_before_a_call_ends_them(ray_cluster, groups):
-    with pytest.raises(
-        ConfigError, match=r"needs the concurrency group 'gpu', but its processes have \['concurrent', "
-    ):
+    with pytest.raises(ConfigError, match=r"concurrency group 'gpu'.* \['concurrent', "):
         groups["actor"].bind("weights", Invocation(concurrency_group="gpu"))
 
 

@@ -105,9 +105,7 @@ def test_mesh_outputs_are_in_the_order_of_the_rows_not_of_the_workers(pair):
 
 def test_a_mesh_on_which_some_rows_are_not_collected_is_refused(pair):
     pair.announce_rank_0_only()
-    with pytest.raises(
-        ValueError, match=r"mesh 'mute' of pair: exactly one worker of each data-parallel rank must be collected"
-    ):
+    with pytest.raises(ValueError, match="mesh 'mute' of pair: exactly one .*collected"):
         pair.mute(DataProto.from_dict({"x": torch.arange(4)}))
 
 

@@ -66,9 +66,9 @@ def test_chunks_differ_by_one_entry_the_first_are_larger_and_some_may_be_empty(g
 
 def test_a_sequence_of_another_length_is_refused_by_the_name_of_its_argument(group):
     doubled = group.bind("doubled", Invocation(sequence_mode(3)))
-    with pytest.raises(ValueError, match="argument scale has 2 entries, but this batch has 3"):
+    with pytest.raises(ValueError, match="scale has 2 entries.* batch has 3"):
         doubled([1, 2, 3], scale=[1, 2])
-    with pytest.raises(ValueError, match="argument 0 has 4 entries, but this batch has 3"):
+    with pytest.raises(ValueError, match="argument 0 has 4 entries.* batch has 3"):
         doubled([1, 2, 3, 4])
 
 

@@ -89,7 +89,7 @@ def test_a_group_that_could_not_start_leaves_no_process_and_frees_its_share(pool
 
 
 def test_the_error_for_a_name_in_use_says_what_to_do(pool, healthy):
-    with pytest.raises(PlacementError, match="'same/twin-0' is running on this cluster already; attach to it"):
+    with pytest.raises(PlacementError, match="'same/twin-0' is running .*already; attach"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="twin", name_prefix="same", share=0.5)
 
 
@@ -114,7 +114,7 @@ def test_attaching_names_a_missing_process_and_refuses_no_names():
 
 
 def test_attaching_to_half_of_a_group_is_refused(healthy):
-    with pytest.raises(PlacementError, match=r"are the ranks \[0\] of 2; name every process of the group once"):
+    with pytest.raises(PlacementError, match=r"ranks \[0\] of 2; .*every process"):
         RayWorkerGroup.from_detached(worker_names=healthy.worker_names[:1])
 
 

@@ -46,7 +46,7 @@ def test_an_exception_keeps_its_type(adder):
 
 
 def test_more_than_one_process_is_refused():
-    with pytest.raises(ConfigError, match="trainer.backend=local runs one worker, but the pool has 2"):
+    with pytest.raises(ConfigError, match="trainer.backend=local .*one worker.*pool has 2"):
         LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Adder, 1))
 
 
@@ -84,7 +84,7 @@ def test_an_unknown_mode_is_refused_when_the_group_is_made():
         def call(self):
             return None
 
-    with pytest.raises(ValueError, match="dispatch mode 'NO_SUCH_MODE' is not registered; registered are RANK_ZERO"):
+    with pytest.raises(ValueError, match="'NO_SUCH_MODE' is not registered; .* RANK_ZERO"):
         LocalWorkerGroup(None, ClassWithInitArgs(Unknown))
 
 
@@ -106,7 +106,7 @@ def test_a_second_position_on_a_mesh_is_refused_and_the_same_one_is_not():
     worker = Worker()
     for _ in range(2):
         worker._register_dispatch_collect_info("actor", 1, False)
-    with pytest.raises(ValueError, match="announced mesh 'actor' with \\(1, False\\).*and now with \\(2, False\\)"):
+    with pytest.raises(ValueError, match=r"mesh 'actor' with \(1, False\).*now with \(2, False\)"):
         worker._register_dispatch_collect_info("actor", 2, False)
 
 

@@ -113,15 +113,15 @@ def test_a_killed_worker_is_reported_while_the_others_still_run(doomed):
 
 
 def test_a_silent_worker_is_named_after_the_deadline(adders):
-    with pytest.raises(CallTimeout, match=r"adder.sleep_on\(\) did not answer within 2 s; still waiting for rank 1"):
+    with pytest.raises(CallTimeout, match=r"adder.sleep_on\(\) .*within 2 s; .*rank 1"):
         adders.sleep_on(1)
 
 
 def test_calls_have_the_timeout_of_their_group_unless_their_method_has_its_own(doomed):
     doomed.set_call_timeout(0.2)
-    with pytest.raises(CallTimeout, match=r"doze\(\) did not answer within 0.2 s; .*its limit: trainer.call_timeout_s"):
+    with pytest.raises(CallTimeout, match=r"doze\(\) .*within 0.2 s; .*limit: trainer.call_timeout_s"):
         doomed.doze(60.0)
-    with pytest.raises(CallTimeout, match=r"add_async\(\) did not answer within 0.2 s; .*limit: trainer.call_timeout"):
+    with pytest.raises(CallTimeout, match=r"add_async\(\) .*within 0.2 s; .*limit: trainer.call_timeout"):
         doomed.add_async(batch(2)).get()  # doze() still runs
     with pytest.raises(CallTimeout, match=r"sleep_on\(\) did not answer within 2 s"):
         doomed.sleep_on(1)

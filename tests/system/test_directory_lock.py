@@ -72,7 +72,7 @@ def test_a_holder_that_has_not_said_who_it_is_is_an_error_after_the_timeout(tmp_
     holder, _ = start_holder(tmp_path)
     (tmp_path / LOCK_FILE).write_text("")
     try:
-        refused = pytest.raises(ConfigError, match="is in use by a run of another process")
+        refused = pytest.raises(ConfigError, match="in use by a run of another process")
         with refused, lock_directory(str(tmp_path), timeout_s=0.3):
             pass
     finally:
@@ -106,6 +106,6 @@ def test_what_is_no_description_of_a_holder_is_none(tmp_path, text):
         holder.write(text)
         holder.flush()
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        refused = pytest.raises(ConfigError, match="is in use by a run of another process")
+        refused = pytest.raises(ConfigError, match="in use by a run of another process")
         with refused, lock_directory(str(tmp_path), timeout_s=0.01):
             pass

@@ -88,7 +88,7 @@ def test_without_a_plan_all_rows_are_one_optimizer_step(cutter):
 
 
 def test_a_wrong_plan_is_refused_before_a_worker_gets_it(cutter):
-    with pytest.raises(DataError, match="update_plan.mini_batch_size=-2: must be an integer of at least 1"):
+    with pytest.raises(DataError, match="update_plan.mini_batch_size=-2: .*at least 1"):
         cutter.cut(five_rows(mini_batch_size=-2))
 
 

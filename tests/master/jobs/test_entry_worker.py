@@ -46,9 +46,7 @@ def test_the_first_exception_ends_the_group_with_its_traceback(tmp_path):
     )
     with pytest.raises(RuntimeError, match=r"spmd_program.py of role 'sft' exited with code 3"):
         of_program(tmp_path, "exit").build().submit("fails", journal=str(tmp_path / "journals"))
-    with pytest.raises(
-        ConfigError, match="role 'sft': there is no file /nowhere/program.py on .*; put it on every machine"
-    ):
+    with pytest.raises(ConfigError, match="role 'sft'.* /nowhere/program.py .*every machine"):
         DLJobBuilder().device_type("CPU").workload("sft", "/nowhere/program.py").resource(**SMALL).build().submit(
             "fails"
         )
@@ -60,7 +58,7 @@ def test_the_first_exception_ends_the_group_with_its_traceback(tmp_path):
 def test_a_program_that_lost_a_process_runs_again_in_all_of_them_up_to_max_restart(tmp_path):
     assert of_program(tmp_path, "die").build().submit("dies", journal=str(tmp_path / "journals")) == 0
     assert (tmp_path / "rank-1").read_text() == "1 2 1 2 0 sft: 3, restarts 1"
-    with pytest.raises(WorkerLost, match="worker sft-1 was lost while running run.*killed by SIGKILL") as caught:
+    with pytest.raises(WorkerLost, match="sft-1 was lost .*run.*killed by SIGKILL") as caught:
         of_program(tmp_path, "die").max_restart(0).build().submit("dies", journal=str(tmp_path / "journals"))
     assert any(
         "role 'sft' was restarted 0 times, which is the limit of max_restart(0)" in note
@@ -82,9 +80,7 @@ def test_a_program_is_an_entry_with_its_arguments_and_its_whole_path(tmp_path, m
     monkeypatch.chdir(Path(PROGRAM).parent)
     [role] = DLJobBuilder().workload("sft", "spmd_program.py --lr 0.1 'a b'").build().spec.roles
     assert role.entry == f"{PROGRAM} --lr 0.1 'a b'"
-    with pytest.raises(
-        ConfigError, match="role 'trainer': entry='train.py' is a program, which cannot receive the worker groups"
-    ):
+    with pytest.raises(ConfigError, match="role 'trainer': entry='train.py' .*worker groups"):
         DLJobBuilder().trainer("train.py").build()
 
 

@@ -36,7 +36,7 @@ def test_a_job_whose_cluster_is_gone_goes_on_at_its_commit_on_another_one(tmp_pa
         "global_step_6",
         6,
     )
-    with pytest.raises(ConfigError, match="has succeeded; submit the job again to repeat it"):
+    with pytest.raises(ConfigError, match="has succeeded; submit the job again"):
         resume_job(str(resumed))
     wait_until(lambda: not left_of("abandoned-"))
 
@@ -73,9 +73,9 @@ def test_a_journal_without_a_spec_or_without_events_is_refused_with_the_way_out(
         journal.apply(JobEnded(False, "failed"))
         journal.close()
     assert replay(str(tmp_path / "a-1"))[0].state in JOB_ENDS
-    with pytest.raises(ConfigError, match=r"a-1: this journal has no spec of a job.*`hybridrl job resume RUN_DIR`"):
+    with pytest.raises(ConfigError, match="a-1: .*no spec of a job.*`hybridrl job resume"):
         resume_job(str(tmp_path / "a-1"))
-    with pytest.raises(ConfigError, match=r"there are the journals of 2 runs; name one of a-1, a-2"):
+    with pytest.raises(ConfigError, match="2 runs; name one of a-1, a-2"):
         find_journal(str(tmp_path))
     with pytest.raises(ConfigError, match=r"nowhere: there is no journal in this directory"):
         resume_job(str(tmp_path / "nowhere"))

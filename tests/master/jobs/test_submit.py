@@ -127,7 +127,7 @@ def test_whoever_waits_for_a_job_whose_supervisor_is_lost_learns_how_to_go_on(tm
 
 
 def test_a_job_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(PlacementError, match=r"1 worker process of 'huge' \(1000 CPU\).*missing.*resource\(\) of huge"):
+    with pytest.raises(PlacementError, match=r"'huge' \(1000 CPU\).*missing.*resource\(\) of huge"):
         described(Trainer, tmp_path / "out").workload("huge", A).resource(cpu=1000).build().submit("huge")
     assert not left_of("huge-")
 
@@ -136,7 +136,7 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
 def test_workers_without_a_caller_are_planned_but_not_started(capsys):
     job = DLJobBuilder().device_type("CPU").workload("a", A).resource(**SMALL).build()
     assert job.submit("quiet", dry_run=True) == 0 and "a 0 of 1" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"role 'a': Adder has no run\(\), and without a trainer no process calls it"):
+    with pytest.raises(ConfigError, match=r"role 'a': Adder has no run\(\).*trainer"):
         job.submit("quiet")
 
 
@@ -149,5 +149,5 @@ def test_a_class_that_requires_an_unknown_argument_is_named(tmp_path):
         .workload("a", A)
         .build()
     )
-    with pytest.raises(ConfigError, match="role 'trainer': Adder requires the argument 'role'; it can get job"):
+    with pytest.raises(ConfigError, match="role 'trainer': Adder requires .*'role'.* job"):
         job.submit("asking")

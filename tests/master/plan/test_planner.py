@@ -76,11 +76,9 @@ def test_several_devices_for_one_process_are_one_slot():
 
 def test_more_than_one_device_per_slot_is_refused_with_the_fix():
     half = Resource(accelerator=0.6)
-    with pytest.raises(
-        ConfigError, match=r"take 1.2 of it \(a 0.6, b 0.6\); lower their resource\(accelerator=...\) to 1 together"
-    ):
+    with pytest.raises(ConfigError, match=r"1.2 .*\(a 0.6, b 0.6\).*resource\(accelerator=...\) to 1"):
         plan_job(shared(("a", (1,), half), ("b", (1,), half), slots=(1,)), "job")
-    with pytest.raises(ConfigError, match=r"take 1 of it \(a 1\) and leave nothing for b"):
+    with pytest.raises(ConfigError, match=r"take 1 .*\(a 1\).*nothing for b"):
         plan_job(shared(("a", (1,), Resource(accelerator=1.0)), ("b", (1,)), slots=(1,)), "job")
 
 
@@ -155,9 +153,7 @@ def test_a_job_larger_than_its_declared_machines_is_refused():
         check_declared_size(spec, plan_job(spec, "job"))
     for node_num, devices in ((1, 4), (2, 3), (None, 3)):
         spec = JobSpec(roles, pools, node_num=node_num, device_per_node=devices)
-        with pytest.raises(
-            PlacementError, match=r"GPU missing.*total\(\) of a, or raise node_num\(\) or device_per_node\(\)"
-        ):
+        with pytest.raises(PlacementError, match=r"GPU missing.*total\(\) of a.*node_num\(\) or device_per_node\(\)"):
             check_declared_size(spec, plan_job(spec, "job"))
 
 

@@ -154,7 +154,7 @@ def test_a_straggler_appears_in_the_trainers_log_and_in_the_status(tmp_path, cap
 def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_inspected_at_once(tmp_path):
     with monitored_adders(tmp_path, num_ranks=2) as (client, group):
         late = [group.execute_rank_async(rank, "doze", seconds) for rank, seconds in enumerate((0.01, 60.0))]
-        with pytest.raises(CallTimeout, match="did not answer within 2 s; still waiting for rank 1;"):
+        with pytest.raises(CallTimeout, match="did not answer within 2 s; .*rank 1;"):
             group.fetch(late, method="doze", timeout_s=2.0)
         start = time.monotonic()
         seen = wait_for(client, lambda seen: seen["warnings"])

@@ -64,7 +64,7 @@ def test_what_the_server_fails_at_is_tried_again(server, failure):
 
 def test_a_server_that_goes_on_failing_is_an_error_and_no_outcome(server):
     server.failures = [b'{"status": "SandboxError", "message": "the runner is gone"}'] * 10
-    with pytest.raises(SandboxFailed, match="failed 4 times: the server says SandboxError the runner is gone"):
+    with pytest.raises(SandboxFailed, match="failed 4 times: .*SandboxError the runner is gone"):
         HttpSandbox(server.url).run(Program("print(1)"))
     assert len(server.requests) == http.MAX_TRIES
 
@@ -122,7 +122,7 @@ def test_a_server_that_is_not_there_is_refused_with_setting_and_way_out():
 
 def test_a_server_that_runs_nothing_is_refused(server):
     server.failures = [b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "hi"}}']
-    with pytest.raises(SandboxUnavailable, match="is it a server with the interface of SandboxFusion"):
+    with pytest.raises(SandboxUnavailable, match="server with the interface of SandboxFusion"):
         HttpSandbox(server.url).check()
 
 

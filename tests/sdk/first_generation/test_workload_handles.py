@@ -131,7 +131,7 @@ def test_pre_and_post_in_the_form_of_the_code_get_the_proxy(rg):
 
 def test_pre_and_post_in_the_form_of_the_guide_get_the_value(rg):
     assert rg.in_the_form_of_the_guide(-5) == 2 and rg.in_the_form_of_the_guide(x=3) == 8
-    with pytest.raises(TypeError, match=r"in_the_form_of_the_guide\(\).*takes the one argument of the call, got 2"):
+    with pytest.raises(TypeError, match=r"in_the_form_of_the_guide\(\).*one argument.*got 2"):
         rg.in_the_form_of_the_guide(1, 2)
 
 
@@ -202,7 +202,7 @@ def test_what_is_wrong_is_said_at_the_decoration(method, arguments, message):
 
 
 def test_a_method_that_does_not_exist_is_named_with_those_that_do(rg):
-    with pytest.raises(AttributeError, match=r"role 'actor': Actor has no method 'upate'; it has bare, first"):
+    with pytest.raises(AttributeError, match="role 'actor': Actor .*'upate'.* bare, first"):
         rg.upate(1)
     with pytest.raises(AttributeError):
         rg._private()
@@ -229,7 +229,7 @@ def test_every_role_has_a_group_also_one_with_a_name_of_its_own(trainer):
     assert trainer.get_role_groups() == ["RG_ACTOR", "RG_TOOL_USER"]
     assert trainer.RG_ACTOR.plain() == [(0, (), {}), (1, (), {})] and trainer.RG_TOOL_USER.plain() == [(0, (), {})]
     assert len(trainer.RG_ACTOR) == 2 and len(trainer.actors) == 2 and trainer.critics == []
-    with pytest.raises(AttributeError, match="RG_CRITIC: the job has no such role; it has RG_ACTOR, RG_TOOL_USER"):
+    with pytest.raises(AttributeError, match="RG_CRITIC: .*no such role.* RG_ACTOR, RG_TOOL_USER"):
         trainer.RG_CRITIC.update()
 
 

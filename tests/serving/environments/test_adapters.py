@@ -42,7 +42,7 @@ def test_gymnasium_shows_a_picture_of_letters_and_takes_numbers(play, tiny_token
     assert "FFFH" in tiny_tokenizer.decode(output.prompt_ids) and "(Right)" in tiny_tokenizer.decode(
         output.response_ids
     )
-    with pytest.raises(ConfigError, match="has the action space Box.*it must be Text or Discrete"):
+    with pytest.raises(ConfigError, match="action space Box.*Text or Discrete"):
         play({"class_name": "gymnasium", "config": {"id": "Pendulum-v1"}})
 
 

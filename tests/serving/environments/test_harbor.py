@@ -183,7 +183,7 @@ def test_a_malicious_command_gets_nothing_of_the_machine_and_no_reward(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_tasks_that_cannot_be_judged_are_left_out(play, entry, tmp_path):
-    with pytest.raises(DataError, match="the tests of silent gave no reward.*they printed 'no reward today'"):
+    with pytest.raises(DataError, match="silent gave no reward.*'no reward today'"):
         play(entry, ({"task": "silent"}, ["done"]))
     for name in ("../words", "absent", None, "."):
         with pytest.raises(DataError, match="task="):
@@ -192,7 +192,7 @@ def test_tasks_that_cannot_be_judged_are_left_out(play, entry, tmp_path):
     dockerfile = tmp_path / "needs_network" / "environment" / "Dockerfile"
     dockerfile.write_text("FROM debian\nRUN apt-get install -y cowsay")
     mine = entry | {"config": entry["config"] | {"tasks": str(tmp_path)}}
-    with pytest.raises(DataError, match="Dockerfile: step 1, RUN 'apt-get install -y cowsay', ended with status"):
+    with pytest.raises(DataError, match="step 1, RUN 'apt-get install -y cowsay', .*status"):
         play(mine, ({"task": "needs_network"}, ["done"]))
     dockerfile.write_text("FROM debian\nWORKDIR /usr/src/app")
     with pytest.raises(DataError, match="writes to /usr, which the sandbox shows read-only"):

@@ -45,7 +45,7 @@ def test_an_environment_gives_the_last_reward_of_an_episode_that_is_cut(play):
     assert by_turns.reward == 0.375 and by_turns.counts == {"environment/steps": 2.0}
     assert play(judged, ({"number": 3}, ["5", "6", "7"]), length=12)[0].reward == 0.375
     assert play(judged, ({"number": 3}, ["3"]))[0].reward == 0.0  # the environment has ended it
-    with pytest.raises(AgentFailed, match="returned nan from `finish`; return a finite number or None"):
+    with pytest.raises(AgentFailed, match="nan from `finish`.*finite number or None"):
         play(judged, ({"number": -1}, ["5", "6"]), max_turns=1)
 
 
@@ -94,9 +94,9 @@ def test_a_copy_of_the_process_does_not_answer(play):
 
 
 def test_rows_and_templates_that_do_not_fit_are_refused(play, tiny_tokenizer, monkeypatch):
-    with pytest.raises(ConfigError, match="name='maze': there is no such environment. There are: it"):
+    with pytest.raises(ConfigError, match="name='maze': .*no such environment.*: it"):
         play(GUESS, ({"name": "maze"}, ["3"]))
     with pytest.raises(DataError, match="first observation have .* tokens; data.max_prompt_length is 200"):
         play(GUESS, ({"number": 3, "opening": "so many words " * 200}, ["3"]))
-    with pytest.raises(ConfigError, match="'it' .*:Unmakeable. cannot be made: FileNotFoundError: no such level"):
+    with pytest.raises(ConfigError, match="'it' .*:Unmakeable. .*FileNotFoundError: no such level"):
         play({"class_name": f"{FILE}:Unmakeable"})

@@ -39,7 +39,7 @@ def test_all_bundles_of_a_reservation_need_one_node():
     check_feasible(wanted("a", 2, 1), nodes(1, 2))
     with pytest.raises(
         PlacementError,
-        match=r"2 worker processes of 'a' \(2 CPU together\).*; m0: 1 CPU left, 1 CPU missing; m1: 1 CPU",
+        match=r"'a' \(2 CPU.*m0: 1 .*1 CPU missing; m1:",
     ):
         check_feasible(wanted("a", 2), nodes(1, 1))
     with pytest.raises(PlacementError, match="1 GPU missing"):
@@ -63,7 +63,7 @@ def test_a_job_too_large_for_a_thousand_nodes_is_refused_fast():
 
 def test_a_pool_apart_from_itself_needs_a_node_per_reservation():
     check_feasible(wanted("a", 1, 1, apart_from=("a",)), nodes(2, 2))
-    with pytest.raises(PlacementError, match="m0: holds a, which must be on another node"):
+    with pytest.raises(PlacementError, match="m0: holds a.* on another node"):
         check_feasible(wanted("a", *[1] * 9, apart_from=("a",)), nodes(*[4] * 8))
 
 

@@ -79,7 +79,7 @@ def test_pools_of_different_kinds_do_not_merge(pool):
 def test_reserved_groups_are_found_for_another_pool(pool):
     pools = {"actor": pool}
     assert extract_pg_from_exist(pools, ["actor"], RayResourcePool([2])) == pool.get_placement_groups()
-    with pytest.raises(PlacementError, match=r"have \[3\] slots per node, which cannot hold \[2, 2\]"):
+    with pytest.raises(PlacementError, match=r"\[3\] slots per node.* \[2, 2\]"):
         extract_pg_from_exist(pools, ["actor"], RayResourcePool([2, 2]))
 
 
@@ -88,9 +88,7 @@ def test_groups_share_a_slot_until_it_is_full(pool):
     [one, *_] = split_resource_pool(pool, 1)
     with (
         RayWorkerGroup(one, recipe, role="large", name_prefix="shares", share=0.75),
-        pytest.raises(
-            PlacementError, match="'shares/second' needs 0.5 of each slot .* which has 0.25 left .shares/large: 0.75."
-        ),
+        pytest.raises(PlacementError, match="'shares/second' needs 0.5 .*0.25 left .shares/large: 0.75."),
     ):
         RayWorkerGroup(one, recipe, role="second", name_prefix="shares", share=0.5)
     with RayWorkerGroup(one, recipe, role="second", name_prefix="shares", share=0.5) as group:
@@ -103,7 +101,7 @@ def test_a_detached_pool_is_found_by_name_and_released(ray_cluster):
     found = attach_resource_pool("detached")
     assert found.store == [1] and found.slots() == reserved.slots() and found.use_gpu is False
     found.release()
-    with pytest.raises(PlacementError, match="no reserved pool on this cluster is named 'detached'"):
+    with pytest.raises(PlacementError, match="no reserved pool .*'detached'"):
         attach_resource_pool("detached")
 
 

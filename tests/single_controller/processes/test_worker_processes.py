@@ -95,7 +95,7 @@ def test_the_size_is_that_of_the_roles_if_they_agree():
     assert process_group_size({"a": pair, "b": quad}, num_ranks=8, label="a+b") == 0
     assert process_group_size({"a": pair, "b": all_ranks}, num_ranks=8, label="a+b") == 0
     assert process_group_size({"a": ClassWithInitArgs(dict)}, num_ranks=8, label="a") == 0  # a class without a rank
-    with pytest.raises(PlacementError, match="a has 3 processes, and 2 of them share a process group"):
+    with pytest.raises(PlacementError, match="a has 3 processes.* 2 .*process group"):
         process_group_size({"a": pair}, num_ranks=3, label="a")
 
 
@@ -103,7 +103,7 @@ def test_only_whole_process_groups_are_named():
     check_whole_groups([3, 2], 2, label="a")
     check_whole_groups(range(4), 2, label="a")
     check_whole_groups([1], 0, label="a")
-    with pytest.raises(ValueError, match=r"a: 2 ranks share a process group; name all of them, not only \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"a: 2 ranks share .*not only \[1, 2\]"):
         check_whole_groups([1, 2], 2, label="a")
 
 

@@ -94,9 +94,7 @@ def test_runs_of_stages_that_are_not_pure_are_counted(tmp_path):
 
 def test_weights_with_other_updates_than_the_ledger_are_not_committed(tmp_path):
     ledger = two_steps(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"the actor has \[5\] optimizer steps in its weights after step 2, .* has 4"
-    ):
+    with pytest.raises(CheckpointError, match=r"actor has \[5\].* step 2, .* 4"):
         ledger.commit({"actor": [5, 5]})
     with pytest.raises(CheckpointError, match=r"\[3, 4\]"):
         ledger.commit({"actor": [4, 3]})
@@ -127,7 +125,7 @@ def test_a_half_written_last_line_is_cut_off_and_damage_elsewhere_is_named(tmp_p
     lines = path.read_text().splitlines()
     entry = json.loads(lines[1])
     path.write_text("\n".join([lines[0], json.dumps(entry | {"prompts": [2, 1]}), *lines[2:]]) + "\n")
-    with pytest.raises(CheckpointError, match=r"ledger.jsonl is damaged in line 2; move it away"):
+    with pytest.raises(CheckpointError, match="ledger.jsonl .*damaged in line 2; move"):
         ledger_of(tmp_path).resume_from(committed, path=None, step=2, num_updates=NUM_UPDATES)
     path.write_text("\n".join([lines[0], *lines[2:]]) + "\n")  # a missing line is damage, too
     with pytest.raises(CheckpointError, match="damaged in line 2"):

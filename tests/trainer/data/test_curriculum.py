@@ -95,5 +95,5 @@ def test_what_is_no_sampler_is_refused():
         load_sampler(DataConfig(sampler=SamplerConfig(MODULE, None)), [])
     with pytest.raises(ConfigError, match="UNKNOWN_RATE in .* has no __iter__, state_dict, load_state_dict"):
         load_sampler(DataConfig(sampler=SamplerConfig(MODULE, "UNKNOWN_RATE")), [])
-    with pytest.raises(CheckpointError, match="of 4 rows, and the training data has 5"):
+    with pytest.raises(CheckpointError, match="4 rows.*training data has 5"):
         sampler(5).load_state_dict(sampler(4).state_dict())

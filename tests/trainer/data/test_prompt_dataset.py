@@ -115,9 +115,9 @@ def test_the_filter_drops_longer_prompts_and_logs_how_many(tmp_path, caplog):
     assert prompts_of(dataset) == [ids("<uab> <a"), ids("<ucd> <a")]
     assert [dataset[i]["index"] for i in range(2)] == [1, 3]
     assert "2 of 4 prompts are longer than data.max_prompt_length=8" in caplog.text
-    with pytest.raises(DataError, match="no prompts are left of 4 rows.*; raise data.max_prompt_length=2$"):
+    with pytest.raises(DataError, match="no prompts .*of 4 rows.*; raise data.max_prompt_length=2$"):
         RLHFDataset(file, letter_tokenizer(), DataConfig(max_prompt_length=2, filter_overlong_prompts=True))
-    with pytest.raises(DataError, match="no prompts are left of 0 rows in .*a.parquet; give files with rows$"):
+    with pytest.raises(DataError, match="no prompts .*of 0 rows .*a.parquet; give files"):
         RLHFDataset(file, letter_tokenizer(), CONFIG, max_samples=0)
 
 
@@ -129,7 +129,7 @@ def test_rows_with_images_are_rejected_and_an_empty_image_column_is_not(tmp_path
         *({"prompt": "a", "images": []} for _ in range(70)),
         {"prompt": "b", "images": ["x.png"]},
     )
-    with pytest.raises(DataError, match=r"b.parquet row 70 has images in column 'images' \(data.image_key\)"):
+    with pytest.raises(DataError, match=r"b.parquet row 70 .*'images' \(data.image_key\)"):
         RLHFDataset([empty, filled], letter_tokenizer(), CONFIG)
 
 
@@ -142,9 +142,7 @@ def test_missing_files_and_columns_are_named(tmp_path):
     with pytest.raises(DataError, match="text.parquet is not a parquet file"):
         RLHFDataset(str(tmp_path / "text.parquet"), letter_tokenizer(), CONFIG)
     file = write(tmp_path / "a.parquet", {"question": "hi", "answer": "4"})
-    with pytest.raises(
-        DataError, match=r"a.parquet has no column 'prompt' \(data.prompt_key\); it has question, answer"
-    ):
+    with pytest.raises(DataError, match=r"a.parquet .*'prompt' \(data.prompt_key\); .*question, answer"):
         RLHFDataset(file, letter_tokenizer(), CONFIG)
 
 
@@ -163,12 +161,12 @@ def test_a_row_that_the_template_rejects_is_named(tmp_path):
         "messages[0]['content'] }}"
     )
     file = write(tmp_path / "a.parquet", {"prompt": user("a")}, {"prompt": [{"role": "robot", "content": "b"}]})
-    with pytest.raises(DataError, match="a.parquet row 1: the chat template rejects .* no such role"):
+    with pytest.raises(DataError, match="a.parquet row 1: .*template .*no such role"):
         RLHFDataset(file, letter_tokenizer(template), CONFIG)
 
 
 def test_messages_without_a_chat_template_are_rejected(tmp_path):
-    with pytest.raises(DataError, match="a.parquet row 0 has chat messages, but the tokenizer has no chat template"):
+    with pytest.raises(DataError, match="a.parquet row 0 .*tokenizer has no chat template"):
         RLHFDataset(write(tmp_path / "a.parquet", {"prompt": user("a")}), letter_tokenizer(None), CONFIG)
 
 
@@ -225,7 +223,7 @@ def test_a_custom_class_replaces_the_dataset(tmp_path):
         load(str(code), None)
     with pytest.raises(ConfigError, match="did you mean Shouting"):
         load(str(code), "Shoutin")
-    with pytest.raises(ConfigError, match="not_a_dataset in .* is not a class with __len__ and __getitem__"):
+    with pytest.raises(ConfigError, match="not_a_dataset in .*__len__ and __getitem__"):
         load(str(code), "not_a_dataset")
 
 

@@ -223,9 +223,7 @@ def test_a_sampler_that_cannot_be_used_is_rejected():
         make_loader(batch_size=2, sampler=Lying([0, 1, 2])).next_batch()
     with pytest.raises(IndexError):
         make_loader(sampler=[7]).next_batch()
-    with pytest.raises(
-        ConfigError, match="Repeating has no length; add __len__ to it, or set trainer.total_training_steps"
-    ):
+    with pytest.raises(ConfigError, match="Repeating has no length; .*__len__.*trainer.total_training_steps"):
         make_loader(sampler=Repeating(ROWS)).steps_per_epoch  # noqa: B018
 
 

@@ -20,7 +20,7 @@ def test_a_directory_is_loaded_and_pads_on_the_left(tiny_qwen2):
 def test_a_wrong_path_is_named_with_its_key(path):
     with pytest.raises(
         ConfigError,
-        match=f"^critic.model.path={path}: no such directory, and not available as a name of the Hugging Face hub",
+        match=f"^critic.model.path={path}: no such directory.*Hugging Face hub",
     ):
         load_tokenizer(path, key="critic.model.path")
 
@@ -65,5 +65,5 @@ def test_a_directory_without_a_tokenizer_is_rejected(tmp_path):
 def test_a_checkpoint_instead_of_a_model_gets_the_way_to_its_model(tmp_path, folder, hint):
     (tmp_path / folder).mkdir()
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: this is a checkpoint of a run; .*{hint}"):
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: .*checkpoint of a run; .*{hint}"):
         load_tokenizer(str(tmp_path), key="model.path")

@@ -41,7 +41,7 @@ def test_without_a_reward_function_finite_reward_model_scores_are_the_rewards():
 
 
 def test_a_first_batch_without_any_reward_stops_the_run():
-    with pytest.raises(DataError, match="none of the first 2 samples got a reward"):
+    with pytest.raises(DataError, match="none of the first 2 samples"):
         NoRewardGuard().check(NONE)
 
 
@@ -49,7 +49,7 @@ def test_three_batches_in_a_row_without_any_reward_stop_it_and_fewer_do_not():
     guard = NoRewardGuard()
     for valid in (SOME, NONE, NONE, SOME, NONE, NONE):
         guard.check(valid)
-    with pytest.raises(DataError, match="none of the last 3 batches of 2 samples got a reward"):
+    with pytest.raises(DataError, match="none of the last 3 batches of 2"):
         guard.check(NONE)
 
 
@@ -85,7 +85,7 @@ def test_a_data_source_that_the_built_in_function_cannot_score_is_refused_with_i
             return {"openai/gsm8k": "a.parquet row 0", "nobody/knows": "a.parquet row 7"}
 
     built_in, own = RewardManager(None), RewardManager(None, compute_score=lambda **_: 1.0)
-    with pytest.raises(DataError, match=r"^a.parquet row 7: no reward function for data_source='nobody/knows'; there "):
+    with pytest.raises(DataError, match="^a.parquet row 7: .*data_source='nobody/knows'; there "):
         check_data_sources(Data(), built_in)
     check_data_sources(Data(), own)
     check_data_sources([{"data_source": "nobody/knows"}], built_in)  # a dataset of the user's: not asked

@@ -83,7 +83,7 @@ def test_a_lost_store_is_replaced_within_the_snapshot_of_all_groups(state, group
 def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):
     refs = take(state, {"keeper": group}, 1)
     os.kill(store_pid(), signal.SIGKILL)
-    with pytest.raises(ObjectLost, match="such as the snapshot store; restart the run, it resumes"):
+    with pytest.raises(ObjectLost, match="snapshot store; restart the run"):
         until = time.monotonic() + 60
         while time.monotonic() < until:  # until Ray has noticed
             group.add_up(refs["keeper"])
@@ -101,6 +101,6 @@ def test_a_store_that_is_lost_again_and_again_ends_the_run_with_a_readable_error
 
     monkeypatch.setattr(snapshots, "start_snapshot_store", start_lost)
     ray.kill(find_actor(STORE), no_restart=True)
-    with pytest.raises(ObjectLost, match=r"was lost 3 times in a row \(ActorDiedError.*; restart the run, it resumes"):
+    with pytest.raises(ObjectLost, match=r"lost 3 times .*\(ActorDiedError.*; restart the run"):
         state.call_surviving({"keeper": group}, "take")
     assert find_actor(STORE) is None, STORE

@@ -101,9 +101,7 @@ def test_the_console_shows_the_step(tmp_path, capsys):
 
 
 def test_an_unknown_logger_is_rejected_with_the_nearest_name_before_anything_is_written(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"'tensorbord' .*did you mean 'tensorboard'\? Known: console, jsonl, mlflow, t"
-    ):
+    with pytest.raises(ConfigError, match=r"'tensorbord' .*'tensorboard'\? Known: console, jsonl, mlflow, t"):
         _open(tmp_path / "run", ["jsonl", "tensorbord"])
     assert not (tmp_path / "run").exists()
 
@@ -119,7 +117,7 @@ def test_a_logger_of_the_users_is_named_by_its_import_path(tmp_path):
         tracking.log({"loss": 0.5}, 1)
         tracking.log({"loss": 0.25}, 2)
     assert (tmp_path / "run" / "mine.txt").read_text() == "1 0.5\n2 0.25\n"
-    with pytest.raises(ConfigError, match="^trainer.logger=.*mine.py:Mien: .* has no 'Mien'; did you mean Mine"):
+    with pytest.raises(ConfigError, match="^trainer.logger=.*mine.py:Mien: .*'Mien'; did you mean Mine"):
         _open(tmp_path / "other", [f"{tmp_path / 'mine.py'}:Mien"])
     assert not (tmp_path / "other").exists()
 

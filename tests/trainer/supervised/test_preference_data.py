@@ -135,7 +135,7 @@ def test_labels_of_pairs_are_their_chosen_responses_and_then_their_rejected_ones
 
 def test_a_pair_of_equal_responses_has_no_labels(tmp_path):
     file = write(tmp_path / "a.parquet", pair(), pair("a", "b", "b"))
-    with pytest.raises(DataError, match="a.parquet row 1: columns 'chosen' and 'rejected' are equal"):
+    with pytest.raises(DataError, match="a.parquet row 1: .*'chosen' and 'rejected' are equal"):
         LabelDataset(file, letter_tokenizer(PLAIN), CONFIG)
 
 
@@ -157,21 +157,19 @@ def test_a_value_that_is_no_label_is_refused_with_its_row(tmp_path, label):
 @pytest.mark.parametrize("gap", [None, float("nan")])
 def test_a_value_that_is_no_margin_is_refused_with_its_row(tmp_path, gap):
     config = RMDataConfig(max_length=64, margin_key="gap")
-    with pytest.raises(DataError, match="a.parquet row 1: gap=.* is not a margin; give a finite number"):
+    with pytest.raises(DataError, match="a.parquet row 1: gap=.*finite number"):
         PairDataset(write(tmp_path / "a.parquet", pair(gap=1.0), pair(gap=gap)), letter_tokenizer(PLAIN), config)
 
 
 def test_equal_responses_are_refused_with_their_number(tmp_path):
     file = write(tmp_path / "a.parquet", pair(), pair("a", "b", "b"), pair("a", "c", "c"))
-    with pytest.raises(
-        DataError, match=r"a.parquet row 1: columns 'chosen' and 'rejected' are equal \(2 of 3 rows are\)"
-    ):
+    with pytest.raises(DataError, match=r"a.parquet row 1: .*equal \(2 of 3"):
         PairDataset(file, letter_tokenizer(PLAIN), CONFIG)
 
 
 def test_a_pair_of_which_one_half_is_too_long_is_refused_or_left_out_whole(tmp_path, caplog):
     file = write(tmp_path / "a.parquet", pair("a", "b", "c"), pair())
-    with pytest.raises(DataError, match=r"a.parquet row 1: .* 12 tokens is longer than data.max_length=11 \(1 of 2"):
+    with pytest.raises(DataError, match=r"row 1: .*12 tokens .*data.max_length=11 \(1 of 2"):
         PairDataset(file, letter_tokenizer(PLAIN), DPODataConfig(max_length=11))
     with caplog.at_level(logging.INFO):
         dataset = PairDataset(file, letter_tokenizer(PLAIN), DPODataConfig(max_length=11, truncation="filter"))
@@ -201,7 +199,7 @@ def test_a_row_that_is_no_preference_is_refused_with_its_row(tmp_path, row, prob
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path):
     template = PLAIN.replace("{{ '<a' }}", "{{ '<a think' }}")
-    with pytest.raises(DataError, match="a.parquet row 0: the tokens of the prompt are not a prefix"):
+    with pytest.raises(DataError, match="a.parquet row 0: .*prompt are not a prefix"):
         PairDataset(write(tmp_path / "a.parquet", pair()), letter_tokenizer(template), CONFIG)
 
 

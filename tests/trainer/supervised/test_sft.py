@@ -62,7 +62,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_a_hint(tmp_path)
     # the assistant's earlier turns are left empty, as by templates that drop earlier thoughts
     template = PLAIN.replace("{{ m['content'] + '>' }}", "{{ (m['content'] if loop.last else '') + '>' }}", 1)
     file = write(tmp_path / "a.parquet", talk("a", "b"), talk("a", "b", "c", "d"))
-    with pytest.raises(DataError, match=r"a.parquet row 1 message 1: .* put \{% generation %\} and"):
+    with pytest.raises(DataError, match=r"a.parquet row 1 message 1: .*\{% generation %\}"):
         SFTDataset(file, letter_tokenizer(template), CONFIG)
 
 
@@ -115,7 +115,7 @@ def test_the_filter_leaves_longer_conversations_out_and_logs_how_many(tmp_path, 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["by markers", "by turns"])
 def test_a_conversation_without_an_assistant_is_refused_with_its_row(tmp_path, template):
-    with pytest.raises(DataError, match="a.parquet row 1: this conversation has no assistant tokens"):
+    with pytest.raises(DataError, match="a.parquet row 1: .*no assistant tokens"):
         SFTDataset(write(tmp_path / "a.parquet", talk("a", "b"), talk("a")), letter_tokenizer(template), CONFIG)
 
 
@@ -127,7 +127,7 @@ def test_a_value_that_is_not_a_conversation_is_refused_with_its_row(tmp_path, co
 
 def test_a_missing_column_and_a_missing_template_are_named(tmp_path):
     file = write(tmp_path / "a.parquet", talk("a", "b"), key="chat")
-    with pytest.raises(DataError, match=r"a.parquet has no column 'messages' \(data.messages_key\); it has chat"):
+    with pytest.raises(DataError, match=r"a.parquet .*'messages' \(data.messages_key\); .*chat"):
         SFTDataset(file, letter_tokenizer(), CONFIG)
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
         SFTDataset(file, letter_tokenizer(None), SFTDataConfig(messages_key="chat"))

@@ -99,12 +99,10 @@ def test_a_loaded_engine_continues_bit_by_bit(qwen2, batch, tmp_path):
 
 
 def test_an_unknown_target_module_is_refused_and_the_known_ones_are_listed(qwen2):
-    with pytest.raises(
-        ConfigError, match=r"target_modules=\['query'\]: the model's linear layers are down_proj, gate_proj, k_proj"
-    ):
+    with pytest.raises(ConfigError, match=r"target_modules=\['query'\]: .*down_proj, gate_proj, k_proj"):
         make_engine(qwen2, lora=LoRA(2, 2, ("query",)))
 
 
 def test_a_rank_above_that_of_every_adapted_layer_is_refused_before_memory_is_taken(qwen2):
-    with pytest.raises(ConfigError, match=r"lora_rank=100000: no adapted layer has a rank above \d+, so a higher one"):
+    with pytest.raises(ConfigError, match=r"lora_rank=100000: .*rank above \d+"):
         make_engine(qwen2, lora=LoRA(100_000, 8))

@@ -61,7 +61,7 @@ def test_a_damaged_file_is_named_with_the_setting(model, damage, reason):
 
 def test_a_missing_part_of_a_model_is_named(model):
     (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
-    with pytest.raises(ConfigError, match=rf"1 of 2 files of {INDEX} are missing: model-2.safetensors"):
+    with pytest.raises(ConfigError, match=rf"1 of 2 files of {INDEX} .*: model-2.safetensors"):
         check_model(str(model), key="model.path")
 
 
@@ -94,7 +94,7 @@ def test_files_of_another_shape_than_config_json_says_are_named(model):
     (model / "config.json").write_text(json.dumps(saved | {"vocab_size": saved["vocab_size"] + 5}))
     with pytest.raises(
         CheckpointError,
-        match=r"embed_tokens.weight is \((\d+), 64\) in the files, but config.json makes it \(\d+, 64\)",
+        match=r"embed_tokens.weight is \((\d+), 64\) .*config.json .*\(\d+, 64\)",
     ):
         make_engine(str(model))
 

@@ -112,7 +112,7 @@ def test_an_adapter_of_another_model_or_without_all_tensors_is_refused(saved, qw
         | {name: tensor[:, :2].contiguous() for name, tensor in tensors.items() if "lora_B" in name},
         saved / ADAPTER_WEIGHTS,
     )
-    with pytest.raises(ConfigError, match=r"are \(2, \d+\) and \(\d+, 2\), expected \(4, \d+\) and \(\d+, 4\)"):
+    with pytest.raises(ConfigError, match=r"\(2, \d+\).*\(\d+, 2\), expected .*\(4, \d+\).*\(\d+, 4\)"):
         make_engine(qwen2, lora=LoRA(4, 6, path=str(saved)))
     tensors.popitem()
     save_file(tensors, saved / ADAPTER_WEIGHTS)

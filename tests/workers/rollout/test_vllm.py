@@ -281,8 +281,7 @@ def test_an_incomplete_push_is_stale_until_a_complete_one(started, rollout):
     weights = list(changed(started.path, seed=5).named_parameters())
     with pytest.raises(
         StaleWeightsError,
-        match=r"version 2 was pushed without 1 of its weights \(model.layers.0.self_attn.k_proj.bias\).* "
-        r"\(version 1 before",
+        match=r"version 2 .* 1 of .*\(model.layers.0.self_attn.k_proj.bias\).*version 1",
     ):
         rollout.load_weights(2, weights[:4] + weights[5:])
     with pytest.raises(StaleWeightsError):

@@ -126,7 +126,7 @@ def test_a_rollout_without_a_full_push_rejects_adapters_alone(path, actor):
     for push in (None, actor.weights()):
         if push is not None:
             rollout.load_weights(1, push)
-        with pytest.raises(StaleWeightsError, match="adapters were pushed alone, and this rollout keeps no weights"):
+        with pytest.raises(StaleWeightsError, match="adapters were pushed alone, .*keeps no weights"):
             rollout.load_weights(2, actor.weights(lora="adapters"), adapters=True)
         with pytest.raises(StaleWeightsError, match="it holds no weights"):
             rollout.generate(prompts(), GREEDY)
@@ -192,7 +192,7 @@ def test_an_engine_that_consumed_adapters_but_kept_the_old_weights_is_detected_b
     rollout.load_weights(1, actor.weights(lora="base_and_adapters"))
     train_adapters(actor)
     rollout.ignore = True
-    with pytest.raises(StaleWeightsError, match=r"the engine holds \w+ instead of \w+ \(version 1 before"):
+    with pytest.raises(StaleWeightsError, match=r"engine holds \w+ instead of \w+ .*version 1"):
         rollout.load_weights(2, actor.weights(lora="adapters"), adapters=True)
     with pytest.raises(StaleWeightsError, match="it holds no weights"):
         rollout.generate(prompts(), GREEDY)

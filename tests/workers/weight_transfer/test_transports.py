@@ -104,7 +104,7 @@ def test_a_missing_receiver_is_named_at_the_deadline_and_the_other_receivers_get
     _, answers = start(sender, [1], ranks=[0], where=Thread)
     with pytest.raises(
         CallTimeout,
-        match=rf"weight_sync.transport={name}: rollout rank 1 did not receive weights of version 1 within 3 s",
+        match=rf"weight_sync.transport={name}: .*rank 1 .*version 1 within 3 s",
     ):
         sender.send(1, OutgoingWeights(model_like(1), torch.float32))
     rank, _, error = answers.get(timeout=60)
@@ -248,7 +248,7 @@ def test_a_stranger_at_the_port_cannot_speak_on_the_channel():
     stranger = dist.TCPStore(address.host, address.port, None, False, timedelta(seconds=5), False)
     for key in ("cancelled", "1/ready/0", "1/accepted/0", "1/announced/0"):
         stranger.set(key, "{}")
-    with pytest.raises(CallTimeout, match="rollout rank 0 did not receive weights of version 1"):
+    with pytest.raises(CallTimeout, match="rank 0 did not receive .*version 1"):
         sender.send(1, OutgoingWeights(model_like(1), torch.float32))
 
 

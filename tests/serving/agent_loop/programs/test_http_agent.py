@@ -149,7 +149,7 @@ def test_a_command_gets_its_session_and_its_row(monkeypatch):
     found = task.environment()
     assert found["OPENAI_BASE_URL"] == task.base_url and json.loads(found["HYBRIDRL_ROW"]) == task.row
     monkeypatch.setattr(http_agent, "MAX_ROW_BYTES", 10)
-    with pytest.raises(DataError, match="row 4 has .* bytes, and an environment variable at most 10"):
+    with pytest.raises(DataError, match="row 4 has .* bytes.*variable at most 10"):
         dataclasses.replace(task).environment()
 
 

@@ -75,9 +75,9 @@ def test_a_column_of_the_reward_function_replaces_the_reward():
     values, valid = metric_values(batch, {"acc": [True, True, None, 0]}, "acc")
     assert values.tolist() == [1, 1, 0, 0] and valid.tolist() == [True, True, False, True]
     assert metric_values(batch, {"score": [3, 4, 5, 6]}, "score")[0].tolist() == [3, 4, 5, 6]
-    with pytest.raises(DataError, match="the reward function returns no 'acc', only score, word; return it"):
+    with pytest.raises(DataError, match="no 'acc', only score, word; return it"):
         metric_values(batch, {"word": ["a"] * 4}, "acc")
-    with pytest.raises(DataError, match="acc: the reward function returns 'yes', which is no number"):
+    with pytest.raises(DataError, match="acc: .*'yes'.* no number"):
         metric_values(batch, {"acc": ["yes"] * 4}, "acc")
 
 
@@ -211,7 +211,7 @@ def test_kept_groups_are_refused_by_a_run_that_cannot_train_them(tmp_path):
     groups.take()
     state = found.save(str(tmp_path))
     other = GroupFilter(FilterGroupsConfig(enable=True), n=4, batch_size=1, max_age=1, pad_token_id=9)
-    with pytest.raises(CheckpointError, match=r"has 2 groups .* of 2 samples each, and actor_rollout_ref.rollout.n=4"):
+    with pytest.raises(CheckpointError, match="2 groups .*2 samples each.*rollout.n=4"):
         other.load(str(tmp_path), state)
     with pytest.raises(
         CheckpointError, match=r"has 4 samples .* algorithm.filter_groups.enable=false never trains them"
