@@ -83,8 +83,8 @@ def command_words(arguments: argparse.Namespace, found: Machine) -> list[str]:
         )
     tokenizer = load_tokenizer(arguments.model, key="MODEL")
     key = program.needs[0]
-    limits = {"is_prompt": key == "prompt", "limit": MEASURED_ROWS}
-    longest = max(token_lengths(rows, named.get(key, key), tokenizer, **limits), default=1)
+    lengths = token_lengths(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt", limit=MEASURED_ROWS)
+    longest = max(lengths, default=1)
     about = _About(arguments.model, longest, len(rows), found)
     module, _, own = program.name.replace(" or main_rm", "").partition(" ")
     chosen = _ppo_settings(about) if module == "main_ppo" else _supervised_settings(about, module)

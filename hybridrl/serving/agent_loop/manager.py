@@ -191,9 +191,8 @@ class AgentLoopManager:
         limit = min(batch.requested_limit + (longest if max_new_tokens is None else max_new_tokens), longest)
         generate: Generate = partial(batch.advance, limit=limit, timeout_s=timeout_s)
         if num_prompts is not None:
-            generate = partial(
-                *(generate_short_round, batch), num_groups=num_prompts, max_new_tokens=limit, timeout_s=timeout_s
-            )
+            settings: dict[str, Any] = {"num_groups": num_prompts, "max_new_tokens": limit, "timeout_s": timeout_s}
+            generate = partial(generate_short_round, batch, **settings)
         batch.requested_limit = limit
         batch.work = self._opened().generate(version, generate, batch.usage)
         return batch

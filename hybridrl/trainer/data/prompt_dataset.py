@@ -252,7 +252,7 @@ def _constructed(cls: type, arguments: tuple[Any, ...], *, max_samples: int, wha
     """Return the dataset of a custom class; one for verl needs a processor, too, and need not take `max_samples`."""
     parameters = inspect.signature(cls).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    given = {"processor": None} if "processor" in parameters else {}
+    given: dict[str, Any] = {"processor": None} if "processor" in parameters else {}
     if takes_all or "max_samples" in parameters or max_samples >= 0:
         given["max_samples"] = max_samples
     try:

@@ -64,8 +64,9 @@ class HFRollout(VersionedRollout):
             )
 
     def __init__(self, setup: RolloutSetup):
-        self._model = _build_model(setup)
-        self._model.get_output_embeddings().register_forward_pre_hook(_contiguous)
+        model: Any = _build_model(setup)
+        model.get_output_embeddings().register_forward_pre_hook(_contiguous)
+        self._model: torch.nn.Module = model
         self._device = torch.device(setup.device)
         self._accepted = frozenset(signature(self._model.forward).parameters)
         super().__init__(setup, names=WeightNames.of(self._model))
