@@ -116,17 +116,23 @@ WORKER = "hybridrl.single_controller.processes.worker_host, torch"
 
 
 @pytest.mark.parametrize(
-    ("module", "chosen", "policy"),
+    ("module", "chosen", "policy", "spins"),
     [
-        ("hybridrl.main_ppo, torch", None, "PASSIVE"),
-        (WORKER, None, "PASSIVE"),
-        (WORKER, "ACTIVE", "ACTIVE"),
-        pytest.param("hybridrl.main_ppo, torch", "ACTIVE", "ACTIVE", marks=pytest.mark.slow),
+        ("hybridrl.main_ppo, torch", {}, "PASSIVE", 10_000),
+        (WORKER, {}, "PASSIVE", 10_000),
+        (WORKER, {"OMP_WAIT_POLICY": "PASSIVE"}, "PASSIVE", 0),
+        pytest.param(WORKER, {"GOMP_SPINCOUNT": "7"}, "PASSIVE", 7, marks=pytest.mark.slow),
+        pytest.param(
+            "hybridrl.main_ppo, torch", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", 30_000_000_000, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_idle_threads_of_torch_sleep_unless_the_user_says_otherwise(module, chosen, policy):
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_DISPLAY_ENV": "TRUE"} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
+def test_idle_threads_of_torch_spin_briefly_and_sleep_unless_the_user_says_otherwise(module, chosen, policy, spins):
+    own = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"} | chosen
     command = [sys.executable, "-c", f"import {module}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True, cwd=ROOT)
-    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr  # libgomp prints what it has read when torch loads it
+    # libgomp prints what it has read when torch loads it
+    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr

@@ -1,8 +1,9 @@
-"""Set up a worker process: resolve its device, limit its threads, join its process group.
+"""Set up a worker process: resolve its device, limit its threads, keep its memory, join its process group.
 
 Workers call it in `init_model`. Also has the sums over the ranks of that group.
 """
 
+import ctypes
 import datetime
 import math
 import os
@@ -20,6 +21,10 @@ from hybridrl.system.rendezvous import take_listener
 # it at once, and the driver kills a stuck peer at the deadline of its call.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
+ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+"""The user's own choice for glibc's allocator."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
 
 def init_worker_process(*, device: str, num_threads: int | None, single_process: bool = False) -> str:
     """Prepare this process and return its device, "cpu" or "cuda".
@@ -33,6 +38,8 @@ def init_worker_process(*, device: str, num_threads: int | None, single_process:
             so it can be restarted without them.
     """
     device = resolve_device(device)
+    if device == "cpu":
+        keep_freed_memory()
     torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -40,6 +47,18 @@ def init_worker_process(*, device: str, num_threads: int | None, single_process:
         with PROCESS.start_times.part("group"):
             join_process_group(device, single_process=single_process)
     return device
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what torch frees for its next tensor; return whether it does.
+
+    Else it returns the memory of large tensors to the kernel, which clears each page again when the next step uses it.
+    The process then holds its peak between steps. With another allocator or the user's own choice nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, -1))  # 1 GiB; -1: never
 
 
 def resolve_device(device: str) -> str:
