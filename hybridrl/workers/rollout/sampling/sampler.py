@@ -19,6 +19,11 @@ from hybridrl.config.schema.ppo import PPOConfig
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
+CPU_CHUNK_ELEMENTS = 2**20
+"""Probabilities that exist at a time on a CPU: 4 MiB of float32, and 8 of their sums."""
+DEVICE_CHUNK_ELEMENTS = 2**26
+"""Those elsewhere, enough to hide the launch overhead."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -123,13 +128,29 @@ def draw_tokens(
     """Return the next tokens (S,) int64 and their log-probs (S,) float32.
 
     The log-prob is the model's, as training computes it: that of softmax(logits / temperature), before penalties,
-    min-p, top-k and top-p. For greedy sampling it is that of softmax(logits).
+    min-p, top-k and top-p. For greedy sampling it is that of softmax(logits). A row depends on no other row, so
+    probabilities exist for some rows at a time.
 
     Args:
         logits: the model's, (S, V) of any float dtype.
         uniform: (S,) float64, from `uniforms`; not used for greedy sampling.
         processed_logits: logits to draw from instead of the model's (`TokenHistory.process_logits`).
     """
+    elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+    rows = max(1, elements // logits.shape[1])
+    drawn = []
+    for start in range(0, max(1, len(logits)), rows):
+        part = slice(start, start + rows)
+        numbers = None if uniform is None else uniform[part]
+        processed = None if processed_logits is None else processed_logits[part]
+        drawn.append(_draw_rows(logits[part], numbers, sampling, processed))
+    tokens, log_probs = zip(*drawn, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _draw_rows(
+    logits: torch.Tensor, uniform: torch.Tensor | None, sampling: SamplingParams, processed_logits: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not sampling.do_sample:
         log_probs = logits.float().log_softmax(-1)
         tokens = (logits if processed_logits is None else processed_logits).argmax(-1)

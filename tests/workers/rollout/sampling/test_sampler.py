@@ -15,8 +15,9 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.responses import token_lists
+from hybridrl.workers.rollout.sampling import sampler
 from hybridrl.workers.rollout.sampling.logits import StopStrings, TokenHistory
-from hybridrl.workers.rollout.sampling.sampler import StopCondition, draw_tokens
+from hybridrl.workers.rollout.sampling.sampler import StopCondition, draw_tokens, uniforms
 from tests.support.end_to_end.runs import settings, train
 
 PROMPT, RESPONSE = 20, 24
@@ -315,3 +316,18 @@ def test_a_cache_too_small_for_one_sequence_raises_an_error_with_the_keys(model_
         ConfigError, match=r"kv_cache_memory_mb=1: vLLM's cache cannot hold.*max_prompt_length=3000 \+ .*=1000"
     ):
         make_rollout("vllm", setup)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"do_sample": False}, {"temperature": 0.6}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}], ids=str
+)
+def test_draws_and_log_probs_of_some_rows_at_a_time_are_those_of_all_rows_bit_for_bit(monkeypatch, dtype, settings):
+    logits = 3 * torch.randn(11, 3001, generator=torch.Generator().manual_seed(1)).to(dtype)
+    uniform, params = uniforms(torch.arange(11), 0), SamplingParams(1, **settings)
+    at_once = draw_tokens(logits, uniform, params)
+    rolled = logits.float().roll(1, dims=1)
+    processed = draw_tokens(logits, uniform, params, processed_logits=rolled)
+    monkeypatch.setattr(sampler, "CPU_CHUNK_ELEMENTS", 3001 * 4)
+    assert all(map(torch.equal, draw_tokens(logits, uniform, params), at_once))
+    assert all(map(torch.equal, draw_tokens(logits, uniform, params, processed_logits=rolled), processed))
