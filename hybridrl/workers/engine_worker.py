@@ -240,8 +240,11 @@ class TrainingWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def take_snapshot(self) -> Mapping[str, Any]:
-        """Return this rank's share of the engine's state."""
-        return workers.take_engine_state(self.trained_engine)
+        """Return this rank's share of the engine's state.
+
+        Ray stores it before the process's next call. In one process it changes with the engine.
+        """
+        return workers.take_engine_state(self.trained_engine, is_copy=False)
 
     @register(Dispatch.ALL_TO_ALL)
     def load_snapshot(self, snapshot: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -19,17 +20,21 @@ from hybridrl.workers.engine.checkpoint_files import get_random_state, set_rando
 
 
 @torch.no_grad()
-def take_engine_state(engine: Engine) -> dict[str, Any]:
-    """Return a copy of this rank's share of the engine's state.
+def take_engine_state(engine: Engine, *, is_copy: bool = True) -> dict[str, Any]:
+    """Return this rank's share of the engine's state.
+
+    Args:
+        engine: A trained one.
+        is_copy: False: tensors of host memory are not copied, so the result must be stored before the engine goes on.
 
     Returns:
-        `tensors`: the bytes of parameters, buffers and optimizer state, one array; `groups`: the settings of each
+        `tensors`: the bytes of parameters, buffers and optimizer state, an array each; `groups`: the settings of each
         parameter group of each optimizer; `random`: the state of the random generators, by device; `num_updates`:
         optimizer steps taken.
     """
     state = engine.state_tensors()
     groups = [[copy.deepcopy(_settings(group)) for group in one.param_groups] for one in state.optimizers]
-    tensors = torch.cat([_bytes_of(tensor) for tensor in _tensors(state)]).numpy()
+    tensors = [_bytes_of(tensor, is_copy=is_copy) for tensor in _tensors(state)]
     return dict(
         tensors=tensors,
         groups=groups,
@@ -48,18 +53,16 @@ def load_engine_state(engine: Engine, snapshot: Mapping[str, Any]) -> None:
     state = engine.state_tensors()
     tensors = list(_tensors(state))
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    if sum(sizes) != snapshot["tensors"].nbytes:
+    stored = [array.nbytes for array in snapshot["tensors"]]
+    if sizes != stored:
         raise CheckpointError(
-            f"a snapshot of {snapshot['tensors'].nbytes} bytes does not fit this rank's share of the engine, which has "
+            f"a snapshot of {sum(stored)} bytes does not fit this rank's share of the engine, which has "
             f"{sum(sizes)} bytes: it was taken of another model or with another number of processes; resume from a "
             "checkpoint"
         )
-    start = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        if size:  # some ranks have no share of a small tensor
-            own = torch.from_numpy(snapshot["tensors"][start : start + size].copy())
-            tensor.copy_(own.view(tensor.dtype).view(tensor.shape))
-        start += size
+    for tensor, array in zip(tensors, snapshot["tensors"], strict=True):
+        if array.nbytes:  # some ranks have no share of a small tensor
+            tensor.copy_(torch.from_numpy(array.copy()).view(tensor.dtype).view(tensor.shape))
     for optimizer, groups in zip(state.optimizers, snapshot["groups"], strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(copy.deepcopy(settings))
@@ -83,8 +86,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+def _bytes_of(tensor: torch.Tensor, *, is_copy: bool) -> np.ndarray:
+    host = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return host.numpy().copy() if is_copy else host.numpy()
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

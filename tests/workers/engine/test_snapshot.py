@@ -49,15 +49,27 @@ def test_an_engine_and_a_new_one_continue_from_a_snapshot_as_the_first_did(model
     for _ in range(num_steps):
         take_step(engine)
     snapshot = take_engine_state(engine)
-    copied = snapshot["tensors"].copy()
+    copied = [array.copy() for array in snapshot["tensors"]]
     expected = take_step(engine)
     take_step(engine)
     for restored in (engine, make_engine(model, **settings)):
-        snapshot["tensors"].flags.writeable = False  # as the object store returns it
+        for array in snapshot["tensors"]:
+            array.flags.writeable = False  # as the object store returns it
         load_engine_state(restored, snapshot)
         assert_same(take_step(restored), expected)
     assert restored.num_updates == num_steps + 1
-    assert np.array_equal(snapshot["tensors"], copied)
+    assert all(map(np.array_equal, snapshot["tensors"], copied))
+
+
+def test_a_snapshot_that_is_stored_at_once_needs_no_copy(model):
+    engine = make_engine(model)
+    take_step(engine)
+    shared, copied = take_engine_state(engine, is_copy=False), take_engine_state(engine)
+    assert all(map(np.array_equal, shared["tensors"], copied["tensors"]))
+    state = engine.state_tensors()
+    addresses = {parameter.to_local().data_ptr() for module in state.modules for parameter in module.parameters()}
+    assert addresses <= {array.ctypes.data for array in shared["tensors"]}
+    assert not addresses & {array.ctypes.data for array in copied["tensors"]}
 
 
 def test_taking_a_snapshot_changes_nothing(model):
