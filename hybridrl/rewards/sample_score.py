@@ -55,9 +55,14 @@ def read_score(result: CallResult) -> SampleScore:
     number = as_number(value)
     if number is None:
         return failed_score(f"it returned a {type(value).__name__}, not a number")
-    if not abs(number) <= FLOAT32_MAX:
+    if not is_reward(number):
         return failed_score(f"it returned {number}" + (", more than float32 can hold" if math.isfinite(number) else ""))
     return SampleScore(value=number, extra=extra)
+
+
+def is_reward(number: float) -> bool:
+    """Return whether float32, which rewards are trained in, holds the number."""
+    return abs(number) <= FLOAT32_MAX
 
 
 def as_number(value: Any) -> float | None:

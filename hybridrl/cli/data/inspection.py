@@ -203,11 +203,11 @@ def token_lengths(
     """
     lengths: list[int] = []
     for start, values in rows.values(key, batch=1000, limit=min(limit, len(rows))):
-        if not getattr(tokenizer, "chat_template", None) and all(isinstance(value, str) and value for value in values):
-            lengths += map(len, tokenizer(values)["input_ids"])
-            continue
         locate = lambda i, start=start: rows.location(start + i)  # noqa: E731
         messages = [as_messages(value, locate(i)) for i, value in enumerate(values)]
+        if not getattr(tokenizer, "chat_template", None) and all(isinstance(value, str) for value in values):
+            lengths += map(len, tokenizer(values)["input_ids"])
+            continue
         rendered = render(tokenizer, messages, locate, add_generation_prompt=is_prompt)
         lengths += map(len, rendered["input_ids"])
     return lengths

@@ -11,14 +11,13 @@ the router's event loop.
 """
 
 import asyncio
-import math
 import time
 from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
-from hybridrl.rewards.sample_score import as_number
+from hybridrl.rewards.sample_score import as_number, is_reward
 from hybridrl.serving.openai.connections import Connections
 from hybridrl.serving.openai.parameters import RequestError, shorten
 from hybridrl.serving.openai.requests import read_json
@@ -31,6 +30,7 @@ HEADER = "X-Session-Id"
 MAX_WAIT_S = 60.0
 POLL_PERIOD_S = 0.05
 MAX_ERROR_CHARACTERS = 2000
+WANTED = "a finite one of float32"
 
 
 def session_of(request: web.Request, store: SessionStore) -> Session | None:
@@ -108,16 +108,16 @@ def _reward_in(raw: bytes) -> tuple[float, str | None]:
         body = {}
     reward, answer = _finite(body.get("reward")), body.get("id")
     if reward is None or isinstance(body["reward"], bool):
-        raise RequestError(f'the body is {shorten(raw)}; send {{"reward": NUMBER}}, a finite one', param="reward")
+        raise RequestError(f'the body is {shorten(raw)}; send {{"reward": NUMBER}}, {WANTED}', param="reward")
     if not isinstance(answer, str | None):
         raise RequestError(f"id={shorten(answer)}: must be the id of an answer", param="id")
     return reward, answer
 
 
 def _finite(value: Any) -> float | None:
-    """Return a value as a number; None if it is no finite one."""
+    """Return a value as a number; None if it is n{WANTED}."""
     number = as_number(value)
-    return number if number is not None and math.isfinite(number) else None
+    return number if number is not None and is_reward(number) else None
 
 
 def episode_routes(queue: EpisodeQueue, connections: Connections, *, model: str) -> list[web.RouteDef]:
@@ -171,6 +171,6 @@ def _end_in(raw: bytes) -> EndOfEpisode:
     is_reward = body.get("reward") is None or reward is not None
     if body.keys() - {"reward", "error"} or not isinstance(error, str | None) or not is_reward:
         raise RequestError(
-            f'the body is {shorten(raw)}; send {{"reward": NUMBER}}, a finite one, {{}}, or {{"error": TEXT}}'
+            f'the body is {shorten(raw)}; send {{"reward": NUMBER}}, {WANTED}, {{}}, or {{"error": TEXT}}'
         )
     return EndOfEpisode(reward, None if error is None else error[:MAX_ERROR_CHARACTERS])

@@ -27,6 +27,7 @@ from hybridrl.serving.sessions.session import PromptPlan, Session, SessionEnded,
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
+MAX_DEPTH = 100  # of lists and mappings in a body
 MAX_SAMPLES = 128  # n times the number of prompts, in one request
 MAX_CHARACTERS_PER_TOKEN = 16  # of the model's length; a longer text is taken for too long without tokenizing it
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat answer may use all tokens that are left
@@ -163,10 +164,20 @@ def check_model(body: dict[str, Any], policy: ServedModel) -> None:
         )
 
 
+def is_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and mappings enclose each other more than `depth` times."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(is_deeper(item, depth - 1) for item in inner if isinstance(item, dict | list))
+
+
 def read_json(raw: bytes) -> dict[str, Any]:
     """Return a body. Raises RequestError if it is no JSON object."""
     try:
         body = json.loads(raw)
+        if is_deeper(body, MAX_DEPTH):
+            raise RecursionError
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     except ValueError as error:  # UnicodeDecodeError is one

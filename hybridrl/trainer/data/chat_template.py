@@ -12,6 +12,7 @@ import numpy as np
 
 from hybridrl.errors import DataError
 
+MAX_CHARACTERS = 10_000_000  # of a message: a tokenizer takes 50 times its memory, and panics above some length
 TOKENIZE_ROWS = 1000  # per tokenizer call: enough to use its threads, few enough to stay small in memory
 
 
@@ -33,6 +34,7 @@ def check_messages(value: Any, location: str) -> list[dict]:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
             raise DataError(f"{location}: expected a message with role and content, found {message!r:.100}")
+        check_length(message["content"], location)
         messages.append({key: item for key, item in message.items() if item is not None})
     return messages
 
@@ -49,6 +51,12 @@ def reject_json_text(text: str, location: str) -> None:
         f"{location}: the text is a list of messages as JSON, {text!r:.60}, and would be trained on as it is; parse "
         "the column with json.loads, for instance table.map(lambda row: {'prompt': json.loads(row['prompt'])})"
     )
+
+
+def check_length(text: Any, location: str) -> None:
+    """Raise DataError for a text that is too long for a tokenizer."""
+    if isinstance(text, str) and len(text) > MAX_CHARACTERS:
+        raise DataError(f"{location}: a text has {len(text)} characters, at most {MAX_CHARACTERS} can be tokenized")
 
 
 def render(

@@ -142,7 +142,6 @@ def _slices(column: pa.ChunkedArray, size: int) -> Iterator[tuple[int, list]]:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
@@ -185,4 +184,10 @@ def _read(file: str) -> pa.Table:
         raise DataError(f"{file} is not a parquet file that can be read, or is damaged: {reason:.300}") from error
     if table is None:
         raise DataError(f"{file} has several columns named {repeated[0]!r}; rename or drop all but one")
-    return table
+    return _without_dictionaries(table)
+
+
+def _without_dictionaries(table: pa.Table) -> pa.Table:
+    """Return the table with values where columns have numbers of values, as pandas writes categories."""
+    kinds = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in table.schema.types]
+    return table.cast(pa.schema(list(zip(table.schema.names, kinds, strict=True))))

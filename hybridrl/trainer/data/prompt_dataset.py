@@ -144,13 +144,9 @@ class RLHFDataset:
         return tokens
 
     def _tokenize_rows(self, start: int, prompts: list) -> list[list[int]]:
-        if not getattr(self.tokenizer, "chat_template", None) and all(
-            isinstance(prompt, str) and prompt for prompt in prompts
-        ):
-            for i, prompt in enumerate(prompts):
-                reject_json_text(prompt, self._rows.location(start + i))
-            return self.tokenizer(prompts)["input_ids"]
         conversations = [as_messages(prompt, self._rows.location(start + i)) for i, prompt in enumerate(prompts)]
+        if not getattr(self.tokenizer, "chat_template", None) and all(isinstance(prompt, str) for prompt in prompts):
+            return self.tokenizer(prompts)["input_ids"]
         location = lambda i: self._rows.location(start + i)  # noqa: E731
         rendered = render(
             self.tokenizer,
@@ -190,10 +186,10 @@ class RLHFDataset:
 
 def as_messages(prompt: Any, location: str) -> list[dict]:
     """Return a prompt as chat messages; a string becomes one user message."""
-    if isinstance(prompt, str) and prompt:
+    is_text = isinstance(prompt, str) and prompt
+    if is_text:
         reject_json_text(prompt, location)
-        return [{"role": "user", "content": prompt}]
-    return check_messages(prompt, location)
+    return check_messages([{"role": "user", "content": prompt}] if is_text else prompt, location)
 
 
 def collate_fn(rows: list[dict], pad_token_id: int) -> DataProto:

@@ -177,6 +177,9 @@ def test_a_reward_is_posted_and_an_ended_session_answers_nothing(site):
     assert session.reward == 0.75
     with pytest.raises(openai.BadRequestError, match="a finite one"):
         client.post("/reward", body={"reward": "good"}, cast_to=str)
+    for number in (1e39, 10**4000):
+        with pytest.raises(openai.BadRequestError, match="a finite one of float32"):
+            client.post("/reward", body={"reward": number}, cast_to=str)
     with pytest.raises(openai.BadRequestError, match="no answer with the id 'chatcmpl-none'"):
         client.post("/reward", body={"reward": 1, "id": "chatcmpl-none"}, cast_to=str)
     with pytest.raises(openai.PermissionDeniedError, match="ends with its agent loop"):

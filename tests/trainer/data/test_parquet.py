@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hybridrl.cli.__main__ import main
 from hybridrl.config.schema.data import DataConfig
 from hybridrl.errors import DataError
 from hybridrl.trainer.data.parquet import ParquetRows
@@ -123,3 +124,20 @@ def test_the_line_that_converts_a_csv_file_does_so(tmp_path):
     program = refusal(tmp_path / "a.csv").partition('python -c "')[2].rstrip('"')
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, timeout=60)
     assert ParquetRows(str(tmp_path / "a.jsonl"))[0] == {"prompt": "hi", "answer": 4}
+
+
+def test_categories_of_pandas_are_read_as_their_values(file, capsys):
+    rewrite(file, lambda table: table.set_column(1, "data_source", table["data_source"].dictionary_encode()))
+    assert pa.types.is_dictionary(pq.read_schema(file).field("data_source").type)
+    assert RLHFDataset(str(file), letter_tokenizer(), DataConfig(max_prompt_length=50))[3]["data_source"] == "letters"
+    assert main(["data", "inspect", str(file)]) == 0 and "letters" in capsys.readouterr().out
+
+
+def test_a_text_that_no_tokenizer_takes_is_named_before_it_is_tokenized(file, tiny_qwen2, capsys):
+    long = "a " * 5_000_001
+    rewrite(
+        file, lambda table: pa.Table.from_pylist([*ROWS[:3], ROWS[0] | {"prompt": [{"role": "user", "content": long}]}])
+    )
+    assert "row 3: a text has 10000002 characters" in refusal(file)
+    assert main(["data", "inspect", str(file), "--model", str(tiny_qwen2)]) == 1
+    assert "row 3: a text has 10000002 characters" in capsys.readouterr().out

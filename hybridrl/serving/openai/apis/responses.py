@@ -176,7 +176,7 @@ class ResponsesApi(Api):
             return
         num_instructions = 0 if given.get("instructions") is None else 1
         messages = [*completion.messages[num_instructions:], choice.message]
-        size = sum(len(message.get("content") or "") for message in messages)
+        size = sum(len(str(message)) for message in messages)  # its calls, too
         with self._lock:
             self._stored[completion.name] = (messages, size)
             self._num_characters += size

@@ -131,7 +131,8 @@ def test_a_lost_policy_is_the_trainers_and_no_failure_of_the_program(site, offer
 def test_bodies_that_say_nothing_are_refused_and_without_an_offer_there_is_no_episode(site):
     assert site.endpoint.episodes.claim() is None
     assert site.post("/v1/episodes", b'{"wait_s": 1000}')[0] == site.post("/v1/episodes", b"[]")[0] == 400
-    for body in (b'{"reward": "good"}', b'{"reward": NaN}', b'{"rewards": 1}', b'{"error": 3}'):
+    rewards = (b'"good"', b"NaN", b"1e39", b"1" + b"0" * 4000)
+    for body in (*(b'{"reward": %s}' % reward for reward in rewards), b'{"rewards": 1}', b'{"error": 3}'):
         status, answer, _ = site.post("/v1/episodes/none/end", body)
         assert status == 400 and "a finite one" in answer["error"]["message"]
     status, answer, _ = site.post("/v1/episodes/none/end", b"{}")

@@ -141,3 +141,22 @@ def test_a_parameter_that_is_not_supported_is_named(site, changes, param, messag
     body = {"model": "tiny", "input": "How many?"} | changes
     status, answer, _ = site.post("/v1/responses", json.dumps(body).encode())
     assert status == 400 and answer["error"]["param"] == param and message in answer["error"]["message"]
+
+
+def test_stored_calls_count_and_the_oldest_answers_make_room(site, monkeypatch):
+    session, _ = site.open_episode(["one", "two"])
+    client = site.client_of(session.name)
+    monkeypatch.setattr(responses, "MAX_STORED_CHARACTERS", 500)
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": json.dumps({"a": "1" * 100})}
+    found = [{"role": "user", "content": "a"}, call, {"type": "function_call_output", "call_id": "c", "output": "3"}]
+    stored = site.endpoint._responses
+    for _ in range(2):
+        client.responses.create(model="tiny", input=found, tools=TOOLS)
+    assert len(stored._stored) == 1 and 250 < stored._num_characters < 500
+
+
+def test_metadata_that_is_nested_too_deeply_is_rejected(site):
+    nested = '{"a":' * 980 + "1" + "}" * 980
+    body = f'{{"model": "tiny", "input": "a", "metadata": {nested}}}'.encode()
+    status, answer, _ = site.post("/v1/responses", body)
+    assert status == 400 and "nested too deeply" in answer["error"]["message"]
