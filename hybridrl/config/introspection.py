@@ -198,6 +198,10 @@ class _Dumper(yaml.SafeDumper):
     Hydra parses more text as numbers (1e5) than YAML 1.1 does.
     """
 
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write every value out: `plain_yaml` reads no aliases."""
+        return True
+
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar(

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -194,7 +195,7 @@ class ViewServer:
                 summary = await self._read(run, run.summary)
                 if sent.get(run.run_id) != summary:
                     sent[run.run_id], quiet_s = summary, 0.0
-                    await response.write(b"data: " + json.dumps(summary).encode() + b"\n\n")
+                    await response.write(b"data: " + _text(summary).encode() + b"\n\n")
             if quiet_s >= KEEP_ALIVE_S:
                 quiet_s = 0.0
                 await response.write(b": still here\n\n")
@@ -202,5 +203,21 @@ class ViewServer:
             quiet_s += EVENT_PERIOD_S
 
 
+def _text(value: Any) -> str:
+    """Return JSON as browsers read it: what is not finite is null."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _json(value: Any, *, status: int = 200) -> web.Response:
-    return web.Response(text=json.dumps(value), status=status, content_type="application/json")
+    return web.Response(text=_text(value), status=status, content_type="application/json")

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import socket
+import time
+import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from hybridrl import cli
 from hybridrl.errors import ConfigError
+from hybridrl.master.service.journal import EVENTS
+from hybridrl.view.readers import metrics
+from hybridrl.view.readers.storage import Folder
 from hybridrl.view.runs import open_runs
 from hybridrl.view.server import ViewServer
 from tests.support.view.run_files import LOST, sample, write_journal, write_metrics, write_samples, write_trace
@@ -236,3 +242,74 @@ def test_a_mistake_on_the_command_line_is_one_line(words, says, capsys):
     assert cli.main(["view", *words]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+# -- a run of a stranger
+
+
+def strict(text: str) -> Any:
+    """Parse JSON as browsers do."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+LEVELS = [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)]
+LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(LEVELS)
+
+
+@pytest.fixture
+def foreign(tmp_path) -> Path:
+    path = tmp_path / "foreign"
+    (path / "global_step_1").mkdir(parents=True)
+    (path / "global_step_1" / "config.yaml").write_text(LAUGHS)
+    steps = ["1" + "0" * 400, "1e300", "NaN", "Infinity", '"x"', "[]", "null"]
+    lines = [f'{{"step": {step}, "loss": 1}}' for step in steps]
+    lines += [f'{{"step": 1, "loss": {steps[0]}, "val/version": {step}, "score": 2}}' for step in steps]
+    (path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2, "score": 0.5}', ""]))
+    ledger = ['{"step": []}', '{"begin": "x"}', '{"step": 1, "prompts": 5}', '{"step": 1, "stages": 3}', '{"step": 1}']
+    (path / "ledger.jsonl").write_text("\n".join([*ledger, ""]))
+    (path / "failures.jsonl").write_text('{"detected_at": "x"}\n{"detected_at": NaN, "step": Infinity}\n')
+    text = b'{"at": [], "n": 1}'
+    (path / "master").mkdir()
+    (path / "master" / "run").mkdir()
+    (path / "master" / "run" / f"{EVENTS}0.jsonl").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    return path
+
+
+@pytest.mark.parametrize("view", ["metrics", "series?name=score", "settings", "failures", "ledger", "samples"])
+def test_what_a_stranger_wrote_into_a_run_is_left_out_and_each_view_answers(foreign, view):
+    async def ask(client: TestClient, _: ViewServer) -> tuple[int, str]:
+        response = await client.get(f"/api/runs/foreign/{view}")
+        return response.status, await response.text()
+
+    began = time.monotonic()
+    status, text = served(foreign, ask)
+    assert status == 200 and strict(text) is not None
+    if view.startswith("series"):
+        assert strict(text)["series"]["score"] == [[1, 2], [2.0, 0.5]]
+    assert time.monotonic() - began < 20
+    assert cli.main(["doctor", str(foreign)]) in (0, 1)
+
+
+@pytest.mark.parametrize("named", ["http://127.0.0.1:{port}/x", "simplecache::http://127.0.0.1:{port}/x", "http:/x"])
+def test_samples_of_a_local_run_are_not_asked_for_elsewhere(foreign, named):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = named.format(port=listener.getsockname()[1])
+        (foreign / "config.json").write_text(json.dumps({"trainer": {"rollout_data_dir": where}}))
+        status, found = answer(foreign, "/api/runs/foreign/samples")
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            listener.accept()
+    assert status == 200 and found["samples"] == []
+
+
+def test_more_metrics_than_memory_is_for_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "MAX_VALUES", 1000)
+    lines = [json.dumps({"step": step} | {f"m{step % 50}-{n}": 1.0 for n in range(10)}) for step in range(200)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    history = metrics.MetricHistory(Folder(str(tmp_path)))
+    history.update()
+    assert 0 < len(history) * len(history.names()) <= 1000

@@ -16,6 +16,7 @@ import yaml
 
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
 from hybridrl.config.introspection import value_text
+from hybridrl.config.plain_yaml import load_plain_yaml
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.trainer.checkpoint.fingerprint import FINGERPRINT_KEY, run_fingerprint
@@ -162,7 +163,7 @@ def read_settings(path: str) -> dict[str, Any]:
     """
     file = os.path.join(path, CONFIG)
     with _damage_named(file), open(file, encoding="utf-8") as f:
-        settings = yaml.safe_load(f)
+        settings = load_plain_yaml(f)
         if not isinstance(settings, dict):
             raise TypeError(f"a {type(settings).__name__}, not a mapping of settings")
     return settings

@@ -8,6 +8,7 @@ A back end's package is imported only if a run uses it. Used by the trainers, in
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -23,6 +24,8 @@ from hybridrl.trainer.run.console import ConsoleProgress
 logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 METRICS_FILE, TENSORBOARD_DIRECTORY = "metrics.jsonl", "tensorboard"
+EVALUATED = "val/version"  # a remote evaluation belongs to the step of its weights, not to the one that logged it
+MAX_STEP = 10**15
 SETTINGS_FILE = "config.json"
 
 
@@ -210,9 +213,23 @@ def iterate_metrics(path: str | Path) -> Iterator[dict[str, float]]:
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                if isinstance(entry, dict) and isinstance(entry.get("step"), int | float):
+                if (entry := whole_entry(json.loads(line))) is not None:
                     yield entry
+
+
+def whole_entry(found: Any) -> dict[str, float] | None:
+    """Return the numbers in a line of `metrics.jsonl` that a float holds; None for a line without a step."""
+    if not isinstance(found, dict):
+        return None
+    entry = {name: value for name, value in found.items() if isinstance(value, float) or _fits_float(value)}
+    for name in ("step", EVALUATED):
+        if not abs(entry.get(name, 0)) <= MAX_STEP:
+            del entry[name]
+    return entry if "step" in entry else None
+
+
+def _fits_float(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

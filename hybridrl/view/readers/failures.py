@@ -59,15 +59,18 @@ class JournalReader:
         if checksum != b"%08x" % zlib.crc32(text):
             self.problem = f"{name} is damaged: a checksum is wrong; what follows is not shown"
             return
-        data = json.loads(text)
-        at = data.pop("at")
-        data.pop("n")
         try:
+            data = json.loads(text)
+            at = float(data.pop("at"))
+            data.pop("n")
             event = decode(data)
+            self.state, _ = reduce(self.state, event)
         except JournalError as error:
             self.problem = str(error)
             return
-        self.state, _ = reduce(self.state, event)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            self.problem = f"{name} has what no master writes ({type(error).__name__}); what follows is not shown"
+            return
         self.started_at = at if self.started_at is None else self.started_at
         if isinstance(event, WorkerJoined):
             self.restarts[event.slot] = self.state.workers[event.slot].incarnation - 1
@@ -120,7 +123,8 @@ class FailureReader:
     def read(self) -> dict[str, Any]:
         """Return the journals, the newest first, and the repeated steps, the oldest first."""
         for _, line in self._tail.lines(on_replaced=self._recoveries.clear):
-            if (record := parsed(line)) is not None:
+            record = parsed(line)
+            if record is not None and isinstance(record.get("detected_at", 0.0), int | float):
                 self._recoveries.append(record)
         for name in self._folder.names():
             self._journals.setdefault(name, JournalReader(self._folder.below(name))).update()

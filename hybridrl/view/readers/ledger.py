@@ -6,6 +6,8 @@ from hybridrl.trainer.checkpoint.ledger_audit import COMMAND
 from hybridrl.trainer.checkpoint.step_ledger import FILE
 from hybridrl.view.readers.storage import Folder, LineTail, parsed
 
+KINDS = {"begin": int, "step": int, "rows": int, "prompts": list, "updates": dict, "stages": dict}
+
 
 class LedgerReader:
     """The sums of one ledger."""
@@ -25,6 +27,8 @@ class LedgerReader:
         """Return the sums: steps, repeated steps, starts, optimizer steps, prompts, stages that ran twice."""
         for _, line in self._tail.lines(on_replaced=self._reset):
             entry = parsed(line) or {}
+            if not all(isinstance(entry[name], kind) for name, kind in KINDS.items() if name in entry):
+                continue
             if "begin" in entry:
                 self._start(entry)
             elif "step" in entry:

@@ -7,13 +7,13 @@ was resumed, counts once, with its later values.
 import math
 from array import array
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
-from hybridrl.trainer.run.tracking import METRICS_FILE
+from hybridrl.trainer.run.tracking import EVALUATED, METRICS_FILE, whole_entry
 from hybridrl.view.readers.storage import Folder, LineTail, parsed
 
 MAX_POINTS = 4000  # of one curve in an answer; of more, the extremes of each interval are sent
-EVALUATED = "val/version"  # a remote evaluation belongs to the step of its weights, not to the one that logged it
+MAX_VALUES = 64_000_000  # of all metrics: 512 MB; later steps and metrics are left out
 
 
 class MetricHistory:
@@ -45,28 +45,28 @@ class MetricHistory:
     def update(self) -> None:
         """Read what the run has logged since the last call."""
         for _, line in self._tail.lines(on_replaced=self._reset):
-            entry = parsed(line)
-            if entry is not None and _is_number(entry.get("step")) and math.isfinite(entry["step"]):
+            if (entry := whole_entry(parsed(line))) is not None:
                 self._add(entry)
 
     def _add(self, entry: dict[str, Any]) -> None:
         step = int(entry.pop("step"))
         evaluated = entry.get(EVALUATED)
-        if _is_number(evaluated) and int(evaluated) != step:
+        if evaluated is not None and int(evaluated) != step:
             found = {name: value for name, value in entry.items() if name.startswith("val-")}
             self._set(int(evaluated), found)
             entry = {name: value for name, value in entry.items() if name not in found}
         self._set(step, entry)
 
     def _set(self, step: int, values: dict[str, Any]) -> None:
+        new = values.keys() - self._columns.keys()
+        if (len(self._columns) + len(new)) * (len(self._steps) + 1) > MAX_VALUES:
+            return
         row = self._rows.setdefault(step, len(self._steps))
         if row == len(self._steps):
             self._steps.append(step)
         else:
             self.revision += 1
         for name, value in values.items():
-            if not _is_number(value):
-                continue
             column = self._columns.setdefault(name, array("d"))
             column.extend([math.nan] * (row + 1 - len(column)))
             if math.isfinite(value):
@@ -110,7 +110,3 @@ def _extremes(rows: list[int], column: "array[float]", count: int) -> Iterator[i
         yield from sorted({low, high}, key=part.index)
     if rows[-1] not in (low, high):
         yield rows[-1]
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)

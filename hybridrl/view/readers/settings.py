@@ -13,6 +13,7 @@ import yaml
 
 from hybridrl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from hybridrl.config.introspection import keys
+from hybridrl.config.plain_yaml import load_plain_yaml
 from hybridrl.driver.resume_command import FILE as COMMAND_FILE
 from hybridrl.trainer.checkpoint.store import CONFIG, STEP_NAME
 from hybridrl.trainer.run.tracking import SETTINGS_FILE, flatten
@@ -90,7 +91,18 @@ class RunSettings:
         if "://" not in named and isinstance(started_in, str):
             named = os.path.join(started_in, named)
         moved = self._folder.below(named.rstrip("/").rsplit("/", 1)[-1])  # the run was copied with its samples
-        return next((folder for folder in (moved, Folder(named)) if folder.exists()), default)
+        if moved.exists() or not self._may_follow(named):
+            return moved if moved.exists() else default
+        return Folder(named) if Folder(named).exists() else default
+
+    def _may_follow(self, named: str) -> bool:
+        """Return whether a foreign run's settings may lead there.
+
+        From a local run to no URL, which would be asked for. From a URL to what is beside the run only.
+        """
+        if self._folder.is_local:
+            return ":/" not in named and "::" not in named
+        return named.startswith(self._folder.url.rpartition("/")[0] + "/") and ".." not in named
 
 
 def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,14 +124,14 @@ def _values_of_words(words: list[str]) -> dict[str, Any]:
 
 def _plain(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return load_plain_yaml(text)
     except yaml.YAMLError:
         return text
 
 
 def _yaml(folder: Folder, name: str) -> dict[str, Any] | None:
     try:
-        found = yaml.safe_load(folder.read(name))
+        found = load_plain_yaml(folder.read(name))
     except (OSError, yaml.YAMLError):
         return None
     return found if isinstance(found, dict) else None
