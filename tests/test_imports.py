@@ -35,7 +35,7 @@ LIGHT = (
     "import hybridrl.main_eval",
     "import hybridrl.cli",
     "import hybridrl.workers.engine.memory_plan.choice",
-    "import hybridrl.view.command",
+    "import hybridrl.cli.runs",
     "import hybridrl.doctor.run",
     "from hybridrl.serving.environments import TextEnvironment, register_environment",
 )

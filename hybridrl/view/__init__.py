@@ -7,10 +7,4 @@ loads neither torch nor Ray.
     runs               which runs there are
     access, server     who may ask, and the routes; `answers` has what each route sends
     page/              HTML, style and scripts; uPlot draws the curves
-
-Public names, listed in `__init__.pyi`, are loaded when they are first asked for.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

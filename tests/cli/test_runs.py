@@ -3,7 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-from hybridrl.view.command import recorded_runs
+from hybridrl.cli.runs import recorded_runs
 from hybridrl.view.readers.samples import SampleQuery
 from hybridrl.view.runs import open_runs
 

@@ -1,1 +1,0 @@
-from .command import show_runs as show_runs
