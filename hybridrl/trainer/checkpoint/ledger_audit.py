@@ -18,7 +18,7 @@ from typing import Any
 from hybridrl.driver.terminal import show, show_error
 from hybridrl.errors import CheckpointError
 from hybridrl.trainer.checkpoint.step_ledger import DEFERRED, FILE, KEPT, TRAINED, Outcomes, read_ledger
-from hybridrl.trainer.data.prompt_loader import EpochSampler
+from hybridrl.trainer.data.epoch_sampler import EpochSampler
 
 COMMAND = "python -m hybridrl.trainer.checkpoint.ledger_audit"
 

@@ -20,8 +20,9 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, reject_json_text, render, truncate
+from hybridrl.trainer.data.epoch_sampler import EpochSampler
 from hybridrl.trainer.data.parquet import ParquetRows
-from hybridrl.trainer.data.prompt_loader import EpochSampler, NoPrompts, PromptLoader
+from hybridrl.trainer.data.prompt_loader import NoPrompts, PromptLoader
 
 __all__ = ["EpochSampler", "PromptLoader", "RLHFDataset", "collate_fn", "load_dataset"]
 

@@ -10,7 +10,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.framework import OnlineRLContext, Task, stage
 from hybridrl.trainer.checkpoint.ledger_audit import PromptCount, audit, main
 from hybridrl.trainer.checkpoint.step_ledger import FILE, StepLedger, read_ledger
-from hybridrl.trainer.data.prompt_loader import EpochSampler
+from hybridrl.trainer.data.epoch_sampler import EpochSampler
 
 NUM_UPDATES = {"actor": [4, 4]}
 

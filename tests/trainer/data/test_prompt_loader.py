@@ -9,7 +9,8 @@ import torch
 
 from hybridrl.errors import CheckpointError, ConfigError, DataError
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.data.prompt_loader import EpochSampler, PromptLoader
+from hybridrl.trainer.data.epoch_sampler import EpochSampler
+from hybridrl.trainer.data.prompt_loader import PromptLoader
 
 
 class Numbers:
