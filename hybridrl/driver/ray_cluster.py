@@ -4,7 +4,8 @@
 in the process that holds the cluster of a supervised run. `hybridrl job` and `submit` call `connect`.
 
 `ray.init` waits for minutes at an address where nothing answers, in code that no signal interrupts. Therefore `connect`
-first opens a connection, and asks the cluster whether it accepts this process's token.
+first opens a connection and checks that a gRPC server answers. Then a process of its own (`cluster_question`) asks the
+cluster whether it accepts this machine's token.
 """
 
 import contextlib
@@ -12,9 +13,9 @@ import logging
 import os
 import re
 import socket
-import threading
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hybridrl.driver.cluster_watch import watch_in_thread
 from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.driver.signals import keep_sigterm_handler
 from hybridrl.errors import ConfigError
+from hybridrl.system.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster; workers that share a core are slow, not wrong, but each needs memory
@@ -34,9 +36,16 @@ OWN_CLUSTER = {"task_events_max_num_task_in_gcs": 2000}
 START_TIMEOUT_S = 100.0  # of a local cluster's node: less than `CLUSTER_TIMEOUT_S` of the driver that waits for it
 NODE_POLL_PERIOD_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
+QUESTION = Path(__file__).with_name("cluster_question.py")
+QUESTION_TIMEOUT_S = 60.0  # the program of the question loads Ray, which takes seconds on a busy machine
+QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal"}  # its error is reported here
 ANSWER_TIMEOUT_S = 10.0  # a cluster answers within milliseconds, on a busy machine within a second
-SIGNAL_PERIOD_S = 0.2  # a signal right before a wait is handled after it
 MAX_ADDRESS = 1000  # characters
+# A client's first bytes on a connection of HTTP/2, which gRPC uses: the preface, and settings without an entry. The
+# server's first frame is of the same type (RFC 9113, 3.4). A frame's header has nine bytes, the fourth is its type.
+HTTP2_SETTINGS = b"\x04"
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + bytes(5)
+HTTP2_HEADER_BYTES, HTTP2_TYPE = 9, 3
 ADDRESS = re.compile(r"(?P<client>ray://)?(?P<host>[^/]+):(?P<port>\d+)")
 AUTO = "auto"  # Ray's word for the cluster of this machine
 AUTH_MODE = "RAY_AUTH_MODE"
@@ -201,7 +210,9 @@ def connect(
     named = f"{setting}={address}"
     try:
         found = find_cluster() if address == AUTO else address
-        _check_answers(found, is_own=address == AUTO)
+        if address == AUTO:
+            _use_own_token()
+        _check_answers(found)
         job_config = JobConfig(_py_driver_sys_path=list(code_paths))
         with keep_sigterm_handler():  # Ray's own would end the process at once
             ray.init(found, job_config=job_config, log_to_driver=log_to_driver, logging_level=logging.ERROR)
@@ -280,57 +291,59 @@ def _accepts(address: str) -> bool:
     return True
 
 
-def _check_answers(address: str, *, is_own: bool) -> None:
-    """Raise an error unless a cluster at `address` answers and accepts this process's token.
+def _check_answers(address: str) -> None:
+    """Raise an error unless a Ray cluster answers at `address` and accepts this machine's token.
 
     Args:
         address: See `connect`. Other forms than HOST:PORT and ray://HOST:PORT are not checked.
-        is_own: The cluster was found on this machine. Its token is then used without `RAY_AUTH_MODE`, as Ray does.
     """
     parts = ADDRESS.fullmatch(address)
     if parts is None:
         return
-    socket.create_connection((parts["host"].strip("[]"), int(parts["port"])), timeout=CONNECT_TIMEOUT_S).close()
+    with socket.create_connection((parts["host"].strip("[]"), int(parts["port"])), timeout=CONNECT_TIMEOUT_S) as peer:
+        if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):  # the greeting would have to be encrypted
+            return
+        peer.settimeout(ANSWER_TIMEOUT_S)
+        peer.sendall(HTTP2_GREETING)
+        try:
+            answer = peer.recv(HTTP2_HEADER_BYTES, socket.MSG_WAITALL)
+        except TimeoutError:
+            raise TimeoutError(f"it accepts connections, but is silent for {ANSWER_TIMEOUT_S:g} s") from None
+    if answer[HTTP2_TYPE:][:1] != HTTP2_SETTINGS:
+        raise ConnectionError("what accepts connections there is no gRPC server")
     if not parts["client"]:
-        _call_with_timeout(lambda: _ask_cluster(address, is_own=is_own), timeout_s=ANSWER_TIMEOUT_S)
+        _ask_cluster(address)
 
 
-def _ask_cluster(address: str, *, is_own: bool) -> None:
-    """Open a client of the cluster's control service, which sends this process's token, and drop it."""
-    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-    from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined] # compiled, without types
+def _ask_cluster(address: str) -> None:
+    """Raise an error unless the cluster's control service accepts this machine's token."""
+    from ray.exceptions import AuthenticationError
 
-    has_token = AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
-    if is_own and has_token and AUTH_MODE not in os.environ:
+    ours, theirs = os.pipe()
+    try:
+        command = [sys.executable, str(QUESTION), address, str(theirs)]
+        child = ChildProcess(command, environment={**os.environ, **QUIET}, pass_fds=[theirs])
+        os.close(theirs)
+        try:
+            child.wait(QUESTION_TIMEOUT_S)
+        finally:
+            child.end()
+        answer = os.read(ours, 4096).decode(errors="replace")
+    finally:
+        os.close(ours)
+    if answer.startswith(AuthenticationError.__name__):
+        raise AuthenticationError(answer.partition(": ")[2])
+    if answer != "yes":
+        raise ConnectionError(answer or f"it does not answer within {QUESTION_TIMEOUT_S:g} s")
+
+
+def _use_own_token() -> None:
+    """Turn tokens on if this machine has one and `RAY_AUTH_MODE` does not decide, as Ray does for its own cluster."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined] # compiled, without types
+
+    if AUTH_MODE not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         os.environ[AUTH_MODE] = "token"
         read_auth_mode()
-    ensure_token_if_auth_enabled(None, create_token_if_missing=False)
-    GcsClient(address=address)
-
-
-def _call_with_timeout(function: Callable[[], Any], *, timeout_s: float) -> None:
-    """Call a function that no signal interrupts in a thread, and raise its error.
-
-    Raises:
-        TimeoutError: After `timeout_s`; the thread continues.
-    """
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="ask-cluster", daemon=True)
-    thread.start()
-    until = time.monotonic() + timeout_s
-    while thread.is_alive() and time.monotonic() < until:
-        thread.join(SIGNAL_PERIOD_S)
-    if thread.is_alive():
-        raise TimeoutError(f"it accepts connections, but is silent for {timeout_s:g} s")
-    if errors:
-        raise errors[0]
 
 
 def _token_hint(error: Exception) -> str:

@@ -31,6 +31,16 @@ START = (
     "set_up_logging()\n"
     "raise SystemExit(run_program(work))\n"
 )
+ACTOR = (
+    "import time\n"
+    "from hybridrl.driver.ray_cluster import start_ray\n"
+    "start_ray()\n"
+    "import ray\n"
+    "counter = ray.remote(type('Counter', (), {'n': 0, 'count': lambda self, by: by})).remote()\n"
+    "print(ray.get(counter.count.remote(1), timeout=60))\n"
+    "time.sleep(3)\n"  # Ray asks after the actor's owner meanwhile
+    "print(ray.get(counter.count.remote(2), timeout=60))\n"
+)
 TOKEN = "0123456789abcdef" * 4
 NOBODY = 65534
 FIND = "from hybridrl.driver import ray_cluster as r; print(r.clusters_here(), r.address_of_last_start())"
@@ -75,13 +85,24 @@ def test_an_address_where_nothing_answers_is_one_line_at_once(tmp_path):
         assert ways_out[done.args] in done.stderr
 
 
+def test_an_address_where_something_else_than_a_cluster_answers_is_one_line_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        process = start(LS, RAY_ADDRESS=address)
+        connection, _ = listener.accept()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.count("\n") == 1
+    assert f"RAY_ADDRESS={address}: no Ray cluster answers there (what accepts connections there is no gRPC" in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_program_that_waits_for_a_silent_address_ends_by_a_signal(number):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = start(LS, RAY_ADDRESS=f"127.0.0.1:{listener.getsockname()[1]}")
         listener.settimeout(60)
-        for _ in range(2):  # the first connection is closed at once, the second one is the client's
-            listener.accept()
+        connection, _ = listener.accept()
+        assert connection.recv(3) == b"PRI"  # it waits for an answer now
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == (143 if number == signal.SIGTERM else 130)
@@ -101,6 +122,12 @@ def test_a_cluster_that_requires_a_token_says_how_to_get_in():
         assert done.returncode == 2 and "there is no token in ~/.ray/auth_token" in done.stderr
         done = run(LS, **own(folder) | token | {"RAY_AUTH_TOKEN": TOKEN[::-1]}, RAY_ADDRESS=address)
         assert done.returncode == 2 and "refuses the token in ~/.ray/auth_token" in done.stderr
+
+
+def test_an_actor_lives_on_a_cluster_without_tokens():
+    with ray_head() as (folder, address):
+        done = run(ACTOR, **own(folder), RAY_ADDRESS=address)
+    assert done.returncode == 0 and done.stdout.split() == ["1", "2"], done.stderr
 
 
 def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_job_of_one_starts_its_own():
