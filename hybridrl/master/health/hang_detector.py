@@ -103,7 +103,7 @@ class HangDetector:
         key: tuple[str, str | None]
         if found is not None:
             asked, key, method = (found.culprit, *found.waiting[:1]), (found.culprit, found.waiting[0]), found.method
-        elif len(alike) > 1:
+        elif alike:
             method = alike[0].method or ""
             asked, key = tuple(activity.slot for activity in alike), (method, None)
         else:
@@ -119,18 +119,30 @@ class HangDetector:
             self._request_stacks(slot)
 
     def _conclude(self, inquiry: StackInquiry) -> WarningRaised | None:
-        found = inquiry.found or self._compare_peers(inquiry)
+        found = inquiry.found or self._compare_peers(inquiry) or self._only_silent(inquiry)
         if inquiry.is_overdue:
             self.findings[inquiry.method] = found
         if found is not None:
             location = self._save_stacks(found.culprit, inquiry)
             return WarningRaised(found.culprit, f"it blocks the job: {found.evidence}{location}")
+        slot = inquiry.asked[0]
+        late = f"{inquiry.method} is past its deadline"
         if not inquiry.is_overdue:
+            late = f"no process of its role ({len(inquiry.asked)}) advances in {inquiry.method}"
+        return WarningRaised(slot, f"{late}: {self._place(slot, inquiry)}{self._save_stacks(slot, inquiry)}")
+
+    def _only_silent(self, inquiry: StackInquiry) -> Diagnosis | None:
+        """Return the process that alone has not answered a call that missed its deadline."""
+        if not inquiry.is_overdue or len(inquiry.asked) != 1:
             return None
-        slot, where = inquiry.asked[0], "it sent no stack"
-        if slot in inquiry.stacks:
-            where = f"it is at {frame_of(inquiry.stacks[slot], inquiry.method)}"
-        return WarningRaised(slot, f"{inquiry.method} is past its deadline: {where}{self._save_stacks(slot, inquiry)}")
+        slot = inquiry.asked[0]
+        return Diagnosis(slot, (), f"it alone has not answered, and {self._place(slot, inquiry)}", inquiry.method)
+
+    def _place(self, slot: str, inquiry: StackInquiry) -> str:
+        """Return where a process is, from its stack, as a part of a sentence."""
+        if slot not in inquiry.stacks:
+            return "it sent no stack"
+        return f"it is at {frame_of(inquiry.stacks[slot], inquiry.method)}"
 
     def _compare_peers(self, inquiry: StackInquiry) -> Diagnosis | None:
         """Return the process whose stack differs from those of its role, the called role first."""

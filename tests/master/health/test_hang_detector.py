@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hybridrl.master.health.hang_detector import HangDetector
+from hybridrl.master.health.hang_detector import STACKS_TIMEOUT_S, HangDetector
 from hybridrl.master.health.heartbeat_server import Connection
 from hybridrl.master.health.monitor import Monitor
 
@@ -56,6 +56,29 @@ def test_the_process_that_blocks_a_call_may_have_another_role_than_the_called_on
 
 
 def test_a_call_without_a_known_culprit_has_an_answer_too(monitor, tmp_path):
-    hangs, warning = inspected(monitor, tmp_path, {"rollout-0": RECEIVES}, ("rollout-0",))
+    stacks = {"actor-0": WAITS, "actor-1": WAITS}
+    hangs, warning = inspected(monitor, tmp_path, stacks, ("actor-0", "actor-1"))
     assert hangs.findings == {"rollout.receive_weights": None}
-    assert warning.slot == "rollout-0" and "is past its deadline: it is at channel.py:5 in receive" in warning.text
+    assert warning.slot == "actor-0" and "is past its deadline: it is at torch/distributed/" in warning.text
+
+
+def test_the_only_process_that_has_not_answered_blocks_the_call(monitor, tmp_path):
+    hangs, warning = inspected(monitor, tmp_path, {"rollout-0": RECEIVES}, ("rollout-0",))
+    found = hangs.findings["rollout.receive_weights"]
+    assert found.culprit == warning.slot == "rollout-0"
+    assert found.evidence == "it alone has not answered, and it is at channel.py:5 in receive"
+
+
+@pytest.mark.parametrize("stacks", [{"actor-0": WAITS, "actor-1": WAITS}, {}])
+def test_a_role_that_does_not_advance_is_reported_once_also_if_no_process_of_it_is_at_fault(monitor, tmp_path, stacks):
+    asked = []
+    hangs = HangDetector(monitor, asked.append, journal=str(tmp_path), hang_s=20.0)
+    hangs.check()
+    assert asked == ["actor-0", "actor-1"]
+    for slot, text in stacks.items():
+        hangs.add_stacks(slot, text)
+    hangs._inquiry.since -= STACKS_TIMEOUT_S
+    warning = hangs.check()
+    where = "it is at torch/distributed/" if stacks else "it sent no stack"
+    assert "no process of its role (2) advances in actor.send_weights: " + where in warning.text
+    assert hangs.check() is None and asked == ["actor-0", "actor-1"]
