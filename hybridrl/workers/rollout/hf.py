@@ -64,9 +64,7 @@ class HFRollout(VersionedRollout):
             )
 
     def __init__(self, setup: RolloutSetup):
-        model: Any = _build_model(setup)
-        model.get_output_embeddings().register_forward_pre_hook(_contiguous)
-        self._model: torch.nn.Module = model
+        self._model: torch.nn.Module = _build_model(setup)
         self._device = torch.device(setup.device)
         self._accepted = frozenset(signature(self._model.forward).parameters)
         super().__init__(setup, names=WeightNames.of(self._model))
@@ -269,6 +267,7 @@ def _build_model(setup: RolloutSetup) -> torch.nn.Module:
     else:
         with _seeded(setup.seed), model_errors(setup.model_path, "cannot build it"):
             model = AutoModelForCausalLM.from_config(config, **options)
+    model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(setup.device).eval().requires_grad_(False)
 
 

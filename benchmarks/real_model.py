@@ -1,0 +1,219 @@
+"""Stages of a training step on a model of your own, beside bare loops of the same work: seconds, ratios, peak memory.
+
+    python benchmarks/real_model.py MODEL [--prompts 8] [--n 8] [--tokens 48] [--rounds 3] [--dtypes float32 bfloat16]
+
+MODEL is a Hugging Face directory. The contenders run in turn, each in a process of its own, on the same random prompts,
+and compute the same number of tokens:
+
+    stage      ours                                        bare
+    gen        the `hf` rollout                            transformers' generate
+    update     the FSDP engine, shared prefixes            padded rows, whole logits, autocast, AdamW
+    push       engine to rollout, both ends verified       a copy and one fingerprint
+    snapshot   what Ray stores of the engine, and a copy   a copy
+
+Seconds of the CPU hold on a busy machine, seconds of the wall say what a user waits on an idle one.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hybridrl  # noqa: F401 - before torch: how its idle threads wait, for both
+
+import torch  # isort: skip
+
+from hybridrl.config.schema.workers import FSDPConfig, OptimConfig, RolloutConfig
+from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.base import EngineSetup, MicroBatching
+from hybridrl.workers.engine.fsdp.engine import FSDPEngine
+from hybridrl.workers.engine.snapshot import take_engine_state
+from hybridrl.workers.process_setup import keep_freed_memory
+from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
+from hybridrl.workers.rollout.sampling.sampler import row_seeds, sequence_keys
+from hybridrl.workers.weight_transfer.fingerprint import fingerprint
+
+STAGES = ("gen", "update", "push", "snapshot")
+CONTENDERS = ("ours", "bare")
+PROMPT_TOKENS = 48
+PAD = 0
+ADAM = {"lr": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.01}
+
+
+def make_prompts(model: str, num: int) -> torch.Tensor:
+    """Return random prompts (num, PROMPT_TOKENS) int64 of the model's vocabulary."""
+    from transformers import AutoConfig
+
+    size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    return torch.randint(1, size, (num, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def make_rows(job: dict[str, Any], prompts: torch.Tensor) -> torch.Tensor:
+    """Return rows (prompts * n, prompt and response) of random responses of full length."""
+    drawn = torch.randint(
+        1, int(prompts.max()), (len(prompts) * job["n"], job["tokens"]), generator=torch.Generator().manual_seed(2)
+    )
+    return torch.cat([prompts.repeat_interleave(job["n"], dim=0), drawn], dim=1)
+
+
+def our_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    keep_freed_memory()
+    prompts = make_prompts(job["model"], job["prompts"])
+    rows = make_rows(job, prompts)
+    mask = torch.ones_like(rows)
+    batch = DataProto.from_dict(
+        tensors={
+            "input_ids": rows,
+            "attention_mask": mask,
+            "position_ids": mask.cumsum(-1) - 1,
+            "responses": rows[:, PROMPT_TOKENS:],
+            "response_mask": mask[:, PROMPT_TOKENS:],
+        }
+    )
+    engine = FSDPEngine(
+        EngineSetup(
+            kind="causal_lm",
+            path=job["model"],
+            settings=FSDPConfig(dtype=job["dtype"]),
+            share_prefixes=True,
+            optim=OptimConfig(lr=ADAM["lr"]),
+            total_steps=100,
+        )
+    )
+    engine.setup()
+    config = RolloutConfig(dtype=job["dtype"])
+    rollout = make_rollout("hf", RolloutSetup(job["model"], config, (), PAD, PROMPT_TOKENS, job["tokens"]))
+    keys = sequence_keys(row_seeds(1, len(prompts)), job["n"])
+
+    def loss(outputs: dict[str, torch.Tensor], _: DataProto) -> tuple[torch.Tensor, dict]:
+        return -outputs["log_probs"].mean(), {}
+
+    def update() -> None:
+        engine.forward_backward(batch, MicroBatching(max_tokens=16384), loss, outputs=("log_probs",))
+        engine.optimizer_step()
+
+    def snapshot() -> list[Any]:
+        return [array.copy() for array in take_engine_state(engine, is_copy=False)["tensors"]]
+
+    return {
+        "gen": lambda: rollout.generate_tokens(prompts.tolist(), keys, SamplingParams(job["tokens"], n=job["n"])),
+        "update": update,
+        "push": lambda: rollout.load_weights(1, engine.weights()),
+        "snapshot": snapshot,
+    }
+
+
+def bare_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, job["dtype"])
+    prompts = make_prompts(job["model"], job["prompts"])
+    rows = make_rows(job, prompts)
+    generator = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval().requires_grad_(False)
+    trained = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
+    optimizer = torch.optim.AdamW(trained.parameters(), fused=True, **ADAM)
+    repeated = prompts.repeat_interleave(job["n"], dim=0)
+    length = {"max_new_tokens": job["tokens"], "min_new_tokens": job["tokens"]}
+
+    def update() -> None:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            logits = trained(input_ids=rows).logits[:, PROMPT_TOKENS - 1 : -1]
+        log_probs = logits.float().log_softmax(-1).gather(-1, rows[:, PROMPT_TOKENS:, None])
+        (-log_probs.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def push() -> int:
+        sources, targets = trained.state_dict(), dict(generator.named_parameters())
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(sources[name])
+        return fingerprint(targets.items(), dtype)
+
+    def snapshot() -> list[torch.Tensor]:
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        return [tensor.detach().clone() for tensor in (*trained.parameters(), *trained.buffers(), *moments)]
+
+    return {
+        "gen": torch.inference_mode()(
+            lambda: generator.generate(
+                repeated, attention_mask=torch.ones_like(repeated), do_sample=True, pad_token_id=PAD, **length
+            )
+        ),
+        "update": update,
+        "push": push,
+        "snapshot": snapshot,
+    }
+
+
+def run_contender(who: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the median seconds of each stage, of the CPU and of the wall, and the process's peak memory in GB."""
+    torch.set_num_threads(job["threads"])
+    stages = {"ours": our_stages, "bare": bare_stages}[who](job)
+    clocks: dict[str, Any] = {stage: [] for stage in STAGES}
+    for _ in range(job["rounds"] + 1):  # the first round allocates
+        for stage in STAGES:
+            start = time.process_time(), time.perf_counter()
+            stages[stage]()
+            clocks[stage].append((time.process_time() - start[0], time.perf_counter() - start[1]))
+    medians = {
+        stage: [statistics.median(column) for column in zip(*found[1:], strict=True)] for stage, found in clocks.items()
+    }
+    return {**medians, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+
+
+def measure(who: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Run a contender in a process of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"])}
+    command = [sys.executable, Path(__file__), job["model"], "--contender", who, "--job", json.dumps(job)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{who} failed with {job}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(job: dict[str, Any]) -> None:
+    """Print a row for each stage, and one of peak memory."""
+    found = {who: measure(who, job) for who in CONTENDERS}
+    head = f"{job['dtype']:>9} {job['threads']:7d}"
+    for stage in STAGES:
+        (cpu, wall), (bare_cpu, bare_wall) = (found[who][stage] for who in CONTENDERS)
+        ratios = f"{cpu / bare_cpu:6.2f} {wall:8.3f} {bare_wall:8.3f} {wall / bare_wall:6.2f}"
+        print(f"{head} {stage:>9} {cpu:8.3f} {bare_cpu:8.3f} {ratios}", flush=True)
+    peaks = [found[who]["peak"] for who in CONTENDERS]
+    print(f"{head} {'peak GB':>9} {peaks[0]:8.2f} {peaks[1]:8.2f} {peaks[0] / peaks[1]:6.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--n", type=int, default=8, help="samples of each prompt")
+    parser.add_argument("--tokens", type=int, default=48, help="of each response")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.contender:
+        print(json.dumps(run_contender(arguments.contender, arguments.job)))
+        return
+    sizes = {name: getattr(arguments, name) for name in ("model", "prompts", "n", "tokens", "rounds")}
+    print(f"{sizes['prompts']} prompts x {sizes['n']} samples x {sizes['tokens']} tokens; medians of {sizes['rounds']}")
+    print(f"{'dtype':>9} {'threads':>7} {'stage':>9} {'CPU s':>8} {'bare':>8} ratio  {'wall s':>8} {'bare':>8} ratio")
+    for dtype in arguments.dtypes:
+        for threads in arguments.threads:
+            compare({**sizes, "dtype": dtype, "threads": threads})
+
+
+if __name__ == "__main__":
+    main()
