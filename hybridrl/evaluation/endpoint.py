@@ -19,6 +19,7 @@ from hybridrl.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
 RESPONSE_TIMEOUT_S = 600.0  # of one try, for a whole response
+MAX_ANSWER_BYTES = 64 << 20
 TRIES = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between two tries; doubled after each
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # statuses of HTTP that may be gone at the next try
@@ -183,8 +184,8 @@ async def stream_text(
     asked = {"model": model.name, "stream": True, **body}
     async with session.post(f"{model.url}/chat/completions", json=asked) as answer:
         if answer.status >= 300:
-            raise EndpointRefusal(f"status {answer.status} ({_message(await answer.read())})")
-        async for line in answer.content:
+            raise EndpointRefusal(f"status {answer.status} ({_message(await _body(answer))})")
+        async for line in _lines(answer):
             data = line.removeprefix(b"data:").strip()
             if not line.startswith(b"data:"):
                 continue
@@ -208,7 +209,7 @@ async def _sent(
 ) -> dict[str, Any]:
     """Return the JSON object that answers one request."""
     async with session.request(method, url, json=body) as answer:
-        raw = await answer.read()
+        raw = await _body(answer)
         if answer.status in HOPELESS:
             hint = f"; the key is read from {key_variable}" if key_variable and answer.status in (401, 403) else ""
             raise ConfigError(f"{url}: refused with status {answer.status} ({_message(raw)}){hint}")
@@ -225,6 +226,26 @@ async def _sent(
         if not isinstance(found, dict):
             raise EndpointRefusal("the answer is not a JSON object")
         return found
+
+
+async def _body(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the body. Raises EndpointRefusal for one that is too long, also if it is compressed."""
+    parts, size = [], 0
+    async for part in answer.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise EndpointRefusal(f"the answer has more than {MAX_ANSWER_BYTES >> 20} MB")
+    return b"".join(parts)
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream. Raises EndpointRefusal for one that is too long."""
+    try:
+        async for line in answer.content:
+            yield line
+    except (ValueError, aiohttp.http_exceptions.LineTooLong) as error:
+        raise EndpointRefusal("the stream has a line that is too long") from error
 
 
 def _message(raw: bytes) -> str:

@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError, WorkerLost
+from hybridrl.serving.agent_loop.tools.tool_threads import ToolHangs, call_in_thread
 from hybridrl.serving.continuation import PolicyClient, generate_in_chunks
 from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access
 from hybridrl.serving.openai.agent_routes import episode_routes, session_of, session_routes
@@ -45,6 +45,7 @@ MAX_OPEN_RESPONSES = 256  # of all clients together; the trainer's own batches h
 STREAM_CHUNK_TOKENS = 16
 WRITE_TIMEOUT_S = 30.0  # for a client to read a part of a stream
 NUM_PARSERS = 2  # threads that tokenize
+PARSE_TIMEOUT_S = 30.0  # of one of them; megabytes take a second
 SHUTDOWN_TIMEOUT_S = 2.0  # for open connections to end when the endpoint stops
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -109,7 +110,7 @@ class Endpoint:
                 f"the endpoint cannot listen on {self.host}:{self.port} ({error.strerror}); choose another port or host"
             ) from error
         self.port = self._connections.port
-        self._parsers = ThreadPoolExecutor(NUM_PARSERS, thread_name_prefix="endpoint")
+        self._parsers = asyncio.Semaphore(NUM_PARSERS)
         logger.info("the policy is served at http://%s:%d/v1 as model %r", self.host, self.port, self.served.name)
         if self._api_key is None and not is_loopback(self.host):
             logger.warning("other machines can use the endpoint without a key; set %s to one", API_KEY_VARIABLE)
@@ -118,7 +119,6 @@ class Endpoint:
         """Close all connections and stop listening."""
         self._connections.close()
         await self._runner.cleanup()
-        self._parsers.shutdown(wait=False, cancel_futures=True)
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -233,7 +233,13 @@ class Endpoint:
         return await self._connections.read_body(request)
 
     async def _in_parser(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._parsers, work)
+        """Return what `work` returns in a thread. A chat template may loop: nothing waits for its thread then."""
+        async with self._parsers:
+            try:
+                return await call_in_thread(_parsed, {"work": work}, timeout_s=PARSE_TIMEOUT_S, has_slot=True)
+            except (TimeoutError, ToolHangs) as error:
+                what = f"the chat template has not rendered the request within {PARSE_TIMEOUT_S:g} s"
+                raise RequestError(what, status=503) from error
 
     async def _wait_for_weights(self) -> None:
         try:
@@ -309,6 +315,10 @@ class Endpoint:
 
     def _client_of(self, session: Session | None) -> PolicyClient:
         return self.router if session is None or session.episode is None else session.episode.client
+
+
+def _parsed(work: Callable[[], Any]) -> Any:
+    return work()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What a job file describes is what the builder describes, and every mistake in one is a line that names the fix."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,13 @@ def test_the_path_of_a_file_may_be_relative(tmp_path, monkeypatch):
     written(tmp_path, "near.py", HEAD + "job = b().role('a').run('a.b:C').build()\n")
     monkeypatch.chdir(tmp_path)
     assert load_job_file("near.py").folder == Path(tmp_path)
+
+
+def test_merge_keys_that_multiply_take_no_time(tmp_path):
+    file = tmp_path / "job.yaml"
+    levels = [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 10)]
+    file.write_text("\n".join(["a0: &a0 {x: 1, y: 2, z: 3}", *levels, ""]))
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="a0: there is no such key"):
+        load_job_file(str(file))
+    assert time.monotonic() - began < 20

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import gzip
 import http.client
 import json
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -385,5 +387,26 @@ def test_compressed_bodies_are_refused_and_never_inflated(rollout, served, key):
                 connection.sendall(head.encode() + bomb)
                 assert connection.recv(12) == (b"HTTP/1.1 415" if key == "right" else b"HTTP/1.1 401")
         assert time.process_time() - before_s < 1
+    finally:
+        site.close()
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TEMPLATE = "{% for m in messages %}{% if m.content == 'loop' %}" + LOOP + "{% endif %}{{ m.content }}{% endfor %}"
+
+
+def test_a_chat_template_that_loops_fails_its_request_alone(rollout, served, monkeypatch):
+    monkeypatch.setattr(server, "PARSE_TIMEOUT_S", 1.0)
+    tokenizer = copy.deepcopy(served.tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    site = Site(rollout, replace(served, tokenizer=tokenizer))
+    try:
+        for word, expected in (("loop", 503), ("loop", 503), ("loop", 503), ("a", 200)):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": word}], "max_tokens": 2}
+            status, answer = site.send("POST", "/v1/chat/completions", json.dumps(body).encode())
+            assert status == expected, answer
+        assert site.serves()
+        loops = [thread for thread in threading.enumerate() if "_parsed" in thread.name]
+        assert len(loops) == 3 and all(thread.daemon for thread in loops)  # the process can end
     finally:
         site.close()
