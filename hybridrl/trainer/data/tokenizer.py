@@ -3,12 +3,15 @@
 Used by `main_ppo`, `main_sft` and `hybridrl serve`, in the driver.
 """
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import ConfigError
 
 CHECKPOINT_FILE = "manifest.json"  # that every checkpoint has, see trainer/checkpoint/store.py
+MAX_LAYERS = 10_000
 PROBE_TIMEOUT_S = 10.0  # for one request to the hub; its client would retry five times with growing delays
 
 
@@ -29,6 +32,7 @@ def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> A
         _check_on_hub(path, key=key)
     if os.path.isfile(os.path.join(path, CHECKPOINT_FILE)):
         raise ConfigError(f"{key}={path}: this is a checkpoint of a run; {_model_of_checkpoint(path)}")
+    _check_layers(path, key=key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # its code believes the files, so a damaged one may raise anything
@@ -73,3 +77,17 @@ def _check_on_hub(name: str, *, key: str) -> None:
 def pad_token_id(tokenizer: Any) -> int:
     """Return the id for padding: the tokenizer's own, else its end of sequence (masks mark the padding)."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def _check_layers(path: str, *, key: str) -> None:
+    """Raise ConfigError for more layers than a model has: transformers makes a list of them."""
+    try:
+        settings = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+        inner = settings.get("text_config")
+        counts = [found.get("num_hidden_layers") for found in (settings, inner) if isinstance(found, dict)]
+    except (OSError, ValueError, AttributeError, RecursionError):  # `check_model` names the mistake
+        return
+    if too_many := [count for count in counts if isinstance(count, int) and count > MAX_LAYERS]:
+        raise ConfigError(
+            f"{key}={path}: config.json has num_hidden_layers={too_many[0]}; at most {MAX_LAYERS} are read"
+        )

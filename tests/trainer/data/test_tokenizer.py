@@ -1,9 +1,12 @@
 """Loading a tokenizer: a wrong path is rejected without a long wait."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -67,3 +70,13 @@ def test_a_checkpoint_instead_of_a_model_gets_the_way_to_its_model(tmp_path, fol
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(ConfigError, match=f"model.path={tmp_path}: .*checkpoint of a run; .*{hint}"):
         load_tokenizer(str(tmp_path), key="model.path")
+
+
+def test_a_config_with_a_billion_layers_is_refused_before_it_is_read(tiny_qwen2, tmp_path):
+    model = shutil.copytree(tiny_qwen2, tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    (model / "config.json").write_text(json.dumps(settings))
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"num_hidden_layers=1000000000; at most 10000"):
+        load_tokenizer(str(model), key="model.path")
+    assert time.monotonic() - began < 20
