@@ -2,6 +2,7 @@
 
 import pytest
 
+from hybridrl.driver import ray_cluster
 from hybridrl.errors import PlacementError
 from hybridrl.framework.parallel import ray_session
 from hybridrl.framework.parallel.group_member import NAMESPACE
@@ -20,8 +21,10 @@ def test_a_cluster_that_is_gone_is_named_and_not_waited_for(tmp_path, monkeypatc
 
 def test_attaching_without_a_cluster_ends_with_what_to_start(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # tests nearby have clusters of their own
-    with pytest.raises(PlacementError, match=r"attach_to=\['learner'\]: no cluster runs.*`ray start --head`"):
+    monkeypatch.setattr(ray_cluster, "_addresses_of_own_nodes", set)  # tests nearby have clusters of their own
+    with pytest.raises(
+        PlacementError, match=r"attach_to=\['learner'\]: no cluster of this user runs.*`ray start --head`"
+    ):
         ray_session._wait_for_cluster(["learner"], 0.6)
     assert caplog.text.count("waiting up to 0.6 s for the cluster of attach_to=['learner']") == 1
 
