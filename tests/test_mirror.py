@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+from tests.conftest import LONG_FILES
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
@@ -77,3 +79,7 @@ def test_a_file_that_names_no_module_is_found() -> None:
     good = ["algos/test_kl.py", "algos/test_advantages.py", "algos/test_algos.py", "test_errors.py", "test_algos.py"]
     bad = ["algos/advantages/test_kl.py", "algos/test_kls.py", "kl/test_kl.py", "test_kl.py", "algos/test_errors.py"]
     assert [path for path in good + bad if mirrors(PurePosixPath(path), package.__contains__)] == good
+
+
+def test_the_files_that_begin_first_exist():
+    assert [name for name in LONG_FILES if not (TESTS / name).exists()] == []
