@@ -137,10 +137,7 @@ def test_an_export_to_where_nothing_can_be_written_is_refused_first(tmp_path, ca
 
 def test_an_export_without_any_checkpoint_near_says_what_makes_one(tmp_path, capsys):
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 1
-    assert (
-        "run is not a checkpoint; give the global_step_N directory of a run with trainer.save_freq"
-        in capsys.readouterr().err
-    )
+    assert "run is not a checkpoint; give the global_step_N" in capsys.readouterr().err
 
 
 def test_an_export_of_another_kind_of_checkpoint_says_where_its_model_is(tmp_path, capsys):

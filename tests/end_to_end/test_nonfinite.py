@@ -107,23 +107,20 @@ def test_after_a_rollback_a_run_ends_with_the_same_result(tmp_path, tiny_qwen2, 
 def test_the_number_of_rollbacks_is_limited(tmp_path, tiny_qwen2, capsys):
     arguments = settings(tmp_path, tiny_qwen2, **spoilt(tmp_path, "number > 2", trainer__nonfinite="rollback"))
     assert main_ppo.main(arguments) == 1
-    assert (
-        f"it happened again after each of {MAX_ROLLBACKS} rollbacks to {tmp_path}/run/global_step_1"
-        in capsys.readouterr().err
-    )
+    assert f"{MAX_ROLLBACKS} rollbacks to {tmp_path}/run/global_step_1" in capsys.readouterr().err
     assert (tmp_path / "calls").stat().st_size == 2 + 2 * (MAX_ROLLBACKS + 1)
 
 
 def test_without_a_checkpoint_there_is_no_rollback(tmp_path, tiny_qwen2, capsys):
     arguments = settings(tmp_path, tiny_qwen2, **spoilt(tmp_path, "True", trainer__nonfinite="rollback"))
     assert main_ppo.main(arguments) == 1
-    assert "there is no checkpoint to roll back to yet; trainer.save_freq=N" in capsys.readouterr().err
+    assert "roll back to yet; trainer.save_freq=N" in capsys.readouterr().err
 
 
 def test_a_run_that_only_skips_ends(tmp_path, tiny_qwen2, capsys):
     changes = spoilt(tmp_path, "True", trainer__total_training_steps=20, trainer__save_freq=-1)
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **changes)) == 1
-    assert f"as in each of the {MAX_SKIPPED_STEPS} steps before: nothing is learnt" in capsys.readouterr().err
+    assert f"{MAX_SKIPPED_STEPS} steps before: nothing is learnt" in capsys.readouterr().err
     assert len(metrics(tmp_path / "run")) == MAX_SKIPPED_STEPS == 9
 
 

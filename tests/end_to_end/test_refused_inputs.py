@@ -54,7 +54,7 @@ def test_a_reward_model_column_of_texts_is_refused_before_a_model_is_loaded(
 ):
     words = settings(tmp_path, tiny_qwen2)
     rewrite(tmp_path / "train.parquet", reward_model="gold")
-    assert "column 'reward_model' must have a mapping in every row" in refusal(capsys, words)
+    assert "'reward_model' must have a mapping" in refusal(capsys, words)
 
 
 def test_a_cut_model_file_is_named_before_a_model_is_loaded(tmp_path, tiny_qwen2, capsys, loads_nothing):
@@ -86,7 +86,7 @@ def test_a_run_with_other_adapters_does_not_resume_and_says_which(tmp_path, tiny
     changed = settings(tmp_path, tiny_qwen2, actor_rollout_ref__model__lora_rank=4)
     assert main_ppo.main(changed) == 1
     line, *rest = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "was made with other adapters: actor_rollout_ref.model.lora_rank 0 -> 4" in line and not rest
+    assert "other adapters: actor_rollout_ref.model.lora_rank 0 -> 4" in line and not rest
 
 
 def test_numbers_beside_the_score_are_training_metrics(tmp_path, tiny_qwen2):

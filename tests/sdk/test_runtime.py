@@ -59,10 +59,7 @@ def test_a_call_on_the_event_loop_is_refused_with_a_way_out_that_works(mock_resu
 
 
 def test_the_endpoints_deadline_is_kept(mock_result):
-    assert (
-        "rollout.is_slow() did not answer within 0.3 s; still waiting for rank 0, 1"
-        in mock_result["check_the_deadline"]
-    )
+    assert "is_slow() did not answer within 0.3 s; still waiting" in mock_result["check_the_deadline"]
 
 
 def test_a_cycle_is_named_within_seconds(mock_result):
@@ -136,9 +133,7 @@ def test_role_groups_and_handles_call_real_processes(seen):
     assert seen["sharded"] == [["x"], ["y"]] and seen["shared"] == ["z", "z"] and seen["handle"] == ["h", "h"]
     assert seen["later"] == [["ObjectRef", "ObjectRef"], [[0, 5], [1, 5]]]
     assert seen["first"] == ["actor", [["a", 2]]] and seen["filtered"] == 2
-    assert (
-        seen["all"] == [0, 1] and "actor.naps() did not answer within 2 s; still waiting for rank 1" in seen["timeout"]
-    )
+    assert seen["all"] == [0, 1] and "naps() did not answer within 2 s; still" in seen["timeout"]
 
 
 def test_a_lost_workload_is_replaced_under_the_same_handles(seen):

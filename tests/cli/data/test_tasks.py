@@ -69,7 +69,7 @@ def test_what_is_wrong_or_may_surprise_is_said(tmp_path, capsys, rows, expected)
 def test_a_file_that_cannot_be_read_is_one_error(tmp_path, capsys):
     (tmp_path / "a.parquet").write_text("no parquet")
     code, shown = inspect(capsys, str(tmp_path / "a.parquet"))
-    assert code == 2 and "is not a parquet file that can be read" in shown and shown.count("\n") == 1
+    assert code == 2 and "not a parquet file" in shown and shown.count("\n") == 1
 
 
 def test_columns_of_ones_own_are_inspected_by_their_names(tmp_path, capsys):

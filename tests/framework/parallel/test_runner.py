@@ -226,7 +226,7 @@ def test_a_process_prints_under_its_name():
 def test_a_process_that_does_not_end_in_time_is_killed_and_named():
     with pytest.raises(LookupError) as caught:
         Parallel.runner(2, exit_timeout_s=0.2)(programs.fail_beside_a_sleeper)
-    assert any("node-0 did not end within 0.2 s and was killed" in note for note in caught.value.__notes__)
+    assert any("node-0 did not end within 0.2 s" in note for note in caught.value.__notes__)
 
 
 def test_a_stopped_peer_stops_no_other_and_then_receives_all_events_and_the_newest():

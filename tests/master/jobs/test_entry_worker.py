@@ -60,10 +60,7 @@ def test_a_program_that_lost_a_process_runs_again_in_all_of_them_up_to_max_resta
     assert (tmp_path / "rank-1").read_text() == "1 2 1 2 0 sft: 3, restarts 1"
     with pytest.raises(WorkerLost, match="sft-1 was lost .*run.*killed by SIGKILL") as caught:
         of_program(tmp_path, "die").max_restart(0).build().submit("dies", journal=str(tmp_path / "journals"))
-    assert any(
-        "role 'sft' was restarted 0 times, which is the limit of max_restart(0)" in note
-        for note in caught.value.__notes__
-    )
+    assert any("the limit of max_restart(0)" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.slow

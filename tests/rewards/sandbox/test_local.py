@@ -110,7 +110,7 @@ def test_where_no_wall_works_programs_are_refused_with_reason_and_way_out(monkey
         LocalSandbox().run(Program("print(1)"))
     local.find_isolation.cache_clear()
     text = str(raised.value)
-    assert "this machine has no sandbox (namespaces: /nowhere/python3 cannot be started" in text
+    assert "no sandbox (namespaces: /nowhere/python3 cannot be started" in text
     assert "--cap-add SYS_ADMIN" in text and "reward_model.sandbox_fusion.url" in text
 
 

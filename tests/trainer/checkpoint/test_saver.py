@@ -51,7 +51,7 @@ def test_a_failed_save_leaves_no_commit_and_the_next_save_succeeds(tmp_path, cap
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"] and verify_manifest(saver.committed) == 1
     [line] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert line.startswith("no checkpoint of step 2: cannot write") and os.strerror(errno.EFBIG) in line
-    assert f"{tmp_path}/global_step_1 is still committed; training continues, and the next save tries again" in line
+    assert f"{tmp_path}/global_step_1 is still committed; training continues" in line
     saver.save(3, write(100_000), required=False)
     assert (
         saver.store.steps() == [1, 3]
@@ -107,7 +107,7 @@ def test_storage_that_does_not_respond_is_abandoned_and_never_commits_later(tmp_
     directory_fd = os.open(tmp_path, os.O_RDONLY)
     end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # a writer that has not written yet
     waiting.join(60)
-    assert "was not on the disk within trainer.call_timeout_s=2 s: storage is slow" in caplog.text
+    assert "within trainer.call_timeout_s=2 s: storage is slow" in caplog.text
     os.close(end)
     os.close(directory_fd)
     until = time.monotonic() + 60

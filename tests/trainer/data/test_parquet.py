@@ -87,12 +87,12 @@ def test_text_that_is_not_utf8_is_refused_before_training(file):
 @pytest.mark.parametrize("column", ["reward_model", "extra_info"])
 def test_a_text_where_a_mapping_belongs_is_named_with_its_type(file, column):
     rewrite(file, lambda t: t.set_column(t.column_names.index(column), column, pa.array(["4"] * t.num_rows)))
-    assert f"column '{column}' must have a mapping in every row" in (text := refusal(file)) and "type string" in text
+    assert f"column '{column}' must have a mapping" in (text := refusal(file)) and "type string" in text
 
 
 def test_a_data_source_that_is_no_text_is_named_with_its_type(file):
     rewrite(file, lambda t: t.set_column(t.column_names.index("data_source"), "data_source", pa.array([1] * 40)))
-    assert "column 'data_source' must have a text in every row; it is of type int64" in refusal(file)
+    assert "'data_source' must have a text" in (text := refusal(file)) and "type int64" in text
 
 
 def test_data_sources_have_the_file_and_row_of_their_first_prompt(tmp_path):

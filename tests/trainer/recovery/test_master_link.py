@@ -32,7 +32,7 @@ def test_without_a_master_the_journal_of_the_newest_job_is_written(config, tmp_p
     report_final_decision(config, "a1b2c3", spent())
     state, _ = replay(f"{journal_root(config)}/gsm8k-a1b2c3.3")
     assert (state.state, state.reason) == (JobPhase.FAILED, str(spent()))
-    assert "the limit is 3 losses without a completed step, so the program ends" in state.decisions[0]
+    assert "the limit is 3 losses" in state.decisions[0] and "so the program ends" in state.decisions[0]
     assert [replay(f"{journal_root(config)}/{run}")[1] for run in ("gsm8k-a1b2c3", "gsm8k-other9")] == [1, 1]
 
 

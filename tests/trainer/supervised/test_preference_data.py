@@ -102,7 +102,7 @@ def test_labels_are_true_false_1_and_0(tmp_path):
 def test_labels_that_are_all_equal_are_reported(tmp_path, caplog):
     rows = [{"prompt": "hi", "completion": text, "label": True} for text in ("yes", "no")]
     LabelDataset(write(tmp_path / "a.parquet", *rows), letter_tokenizer(PLAIN), CONFIG)
-    assert "all 2 rows have the same value in label" in caplog.text
+    assert "all 2 rows have the same value" in caplog.text
 
 
 def test_mismatched_rows_have_the_response_of_the_next_row_cut_to_the_limit(tmp_path):
