@@ -56,17 +56,13 @@ def test_a_timeout_of_a_peer_is_taken_for_a_consequence_of_the_death(pool):
         group.give_up_on(1)
 
 
-def test_a_result_that_is_lost_with_its_worker_is_attributed_to_that_worker(pool):
-    recipe = RayClassWithInitArgs(Waiter)
-    with (
-        RayWorkerGroup(pool, recipe, role="maker", share=0.5) as maker,
-        RayWorkerGroup(pool, recipe, role="user", share=0.5) as user,
-    ):
+def test_a_result_that_is_lost_with_its_worker_is_attributed_to_that_worker(pool, healthy):
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Waiter), role="maker") as maker:
         sleeping = maker.execute_rank_async(1, "sleep_in_thread", 30.0)
         made = maker.count_up(0)
         os.kill(maker.process_ids[1], signal.SIGKILL)
         with pytest.raises(WorkerLost, match="worker maker-1 was lost"):
-            user.pass_on(replace(made, futures=[made.futures[0], sleeping]))
+            healthy.pass_on(replace(made, futures=[made.futures[0], sleeping]))
 
 
 def test_a_module_that_workers_cannot_import_is_an_import_error_with_an_address(pool, tmp_path, monkeypatch):
@@ -81,9 +77,10 @@ def test_a_module_that_workers_cannot_import_is_an_import_error_with_an_address(
     assert caught.value.__notes__[0].startswith("raised in worker-")
 
 
-def test_a_group_that_could_not_start_leaves_no_process_and_frees_its_share(pool):
-    with pytest.raises(ValueError, match="a mistake in the constructor"):
+def test_a_group_that_could_not_start_keeps_the_error_leaves_no_process_and_frees_its_share(pool):
+    with pytest.raises(ValueError, match="a mistake in the constructor") as caught:
         RayWorkerGroup(pool, RayClassWithInitArgs(Doubler, fail=True), role="doubler", name_prefix="again", share=1.0)
+    assert caught.value.__notes__ in (["raised in doubler-0, setup()"], ["raised in doubler-1, setup()"])
     with RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), role="doubler", name_prefix="again", share=1.0) as group:
         assert len(group.pid()) == 2
 
