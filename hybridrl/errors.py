@@ -20,10 +20,12 @@
 A user's own exception in a worker keeps its type and gets an address (`role`, `rank`, `method`) as a note.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 MAX_MODEL_REASON = 400  # characters of an error of transformers
+GGUF_FOLDER = "hybridrl/gguf"  # below HF_HOME: conversions of GGUF files, see config/gguf_models.py
 
 
 class HybridRLError(Exception):
@@ -173,7 +175,8 @@ def model_errors(path: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(
-            f"model.path={path!r}: transformers {what}: {reason:.{MAX_MODEL_REASON}}; check its config.json and "
-            "model.override_config, or copy or download the model again"
-        ) from error
+        hint = "check its config.json and model.override_config, or copy or download the model again"
+        if GGUF_FOLDER in path and not os.path.isdir(path):
+            reason = "this machine has no such directory, which another one has made of a GGUF file"
+            hint = "let HF_HOME name a directory that all machines share, or run a command with the file here, too"
+        raise ConfigError(f"model.path={path!r}: transformers {what}: {reason:.{MAX_MODEL_REASON}}; {hint}") from error

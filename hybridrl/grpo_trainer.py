@@ -44,7 +44,7 @@ class GRPOTrainer:
     """Train a model by GRPO (arXiv:2402.03300), or by what `settings` choose.
 
     Args:
-        model: Directory or Hugging Face name of a causal language model.
+        model: Directory, Hugging Face name or GGUF file of a causal language model.
         reward_fn: Called for each response in a process of its own, with the keyword arguments `data_source`,
             `solution_str`, `ground_truth` and `extra_info`; returns a number, or a dict with a number under "score".
             None takes the built-in function of the rows' `data_source`.
@@ -76,6 +76,7 @@ class GRPOTrainer:
             )
         if reward_fn is not None and not callable(reward_fn):
             raise ConfigError(f"reward_fn={reward_fn!r}: give a function, or None for the built-in ones")
+        set_up_logging()
         self.reward_fn, self.output_dir = reward_fn, os.fspath(output_dir)
         self._tables: dict[str, Any] = {}  # path -> rows that `train` writes
         chosen = {
@@ -93,7 +94,6 @@ class GRPOTrainer:
 
     def train(self) -> list[dict[str, float]]:
         """Train, and return the metrics of every step, which are also in `output_dir`/metrics.jsonl."""
-        set_up_logging()
         with run_files.prepared_run_directory(self.config.trainer) as directory:
             for path, rows in self._tables.items():
                 write_table(rows, path)

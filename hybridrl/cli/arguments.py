@@ -167,7 +167,9 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
 def _add_serve(commands: argparse._SubParsersAction) -> None:
     what = "serve a model or a checkpoint's policy to OpenAI clients, until Ctrl-C"
     serve = commands.add_parser("serve", help=what, description=what)
-    serve.add_argument("model", help="a model's directory or Hugging Face name, or a global_step_N directory")
+    serve.add_argument(
+        "model", help="a model's directory, Hugging Face name or GGUF file, or a global_step_N directory"
+    )
     serve.add_argument("--port", type=int, default=8000, help="0: any free port")
     serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; HYBRIDRL_API_KEY sets a key")
     serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
@@ -199,7 +201,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     run.add_argument(
         "model",
         metavar="MODEL",
-        help="a model's directory or hub name, a global_step_N of a run, or http://HOST:PORT/v1",
+        help="a model's directory, hub name or GGUF file, a global_step_N of a run, or http://HOST:PORT/v1",
     )
     run.add_argument("--n", type=int, default=1, help="samples per prompt; one is greedy (default: %(default)s)")
     run.add_argument("--output", metavar="DIR", help="where samples and metrics go; default: outputs/eval/TASK")
@@ -227,7 +229,7 @@ def _add_chat(commands: argparse._SubParsersAction) -> None:
     chat.add_argument(
         "model",
         metavar="MODEL",
-        help="a model's directory or hub name, a global_step_N of a run, or http://HOST:PORT/v1",
+        help="a model's directory, hub name or GGUF file, a global_step_N of a run, or http://HOST:PORT/v1",
     )
     chat.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     chat.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)g)")
@@ -247,7 +249,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         help="gsm8k, math, arithmetic, a parquet or .jsonl file, or ORG/NAME[:SPLIT] of the hub; prompts are trained "
         "by GRPO, conversations by SFT, pairs by DPO",
     )
-    train.add_argument("model", metavar="MODEL", help="a model's directory or hub name")
+    train.add_argument("model", metavar="MODEL", help="a model's directory, hub name or GGUF file")
     train.add_argument(
         "--data-source",
         metavar="SOURCE",
@@ -271,7 +273,7 @@ def _add_data(data: argparse._SubParsersAction) -> None:
     what = "show a file's rows, columns and lengths, and what a program would refuse"
     inspect = data.add_parser("inspect", help=what, description=what)
     inspect.add_argument("file", metavar="FILE", help="parquet, .jsonl, or ORG/NAME[:SPLIT] of the hub")
-    inspect.add_argument("--model", help="a model's directory or hub name: lengths in its tokens")
+    inspect.add_argument("--model", help="a model's directory, hub name or GGUF file: lengths in its tokens")
     inspect.epilog = "key=value: columns of your own, data.prompt_key=question data.ground_truth_key=answer"
     inspect.set_defaults(run_command="inspect_file")
 

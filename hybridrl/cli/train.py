@@ -17,7 +17,7 @@ from typing import Any
 from hybridrl.cli.data.inspection import PROGRAMS, own_names, program_of, token_lengths
 from hybridrl.cli.data.tasks import TASKS, data_file, task_file
 from hybridrl.cli.plan import USABLE, read_shape, word
-from hybridrl.config import PPOConfig, load_config
+from hybridrl.config import PPOConfig, load_config, model_folder
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import validate_config
@@ -81,11 +81,12 @@ def command_words(arguments: argparse.Namespace, found: Machine) -> list[str]:
             f"DATA {arguments.data}: no program reads its columns {', '.join(rows.columns())}; needed are {known}. "
             "Name yours in the same command: data.prompt_key=COLUMN data.ground_truth_key=COLUMN"
         )
-    tokenizer = load_tokenizer(arguments.model, key="MODEL")
+    folder = model_folder(arguments.model, key="MODEL")
+    tokenizer = load_tokenizer(folder, key="MODEL")
     key = program.needs[0]
     lengths = token_lengths(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt", limit=MEASURED_ROWS)
     longest = max(lengths, default=1)
-    about = _About(arguments.model, longest, len(rows), found)
+    about = _About(arguments.model, folder, longest, len(rows), found)
     module, _, own = program.name.replace(" or main_rm", "").partition(" ")
     chosen = _ppo_settings(about) if module == "main_ppo" else _supervised_settings(about, module)
     values = {**files, **chosen, **_record_settings(arguments, validates="data.val_files" in files)}
@@ -111,7 +112,8 @@ def _files(data: str, source: str | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _About:
-    model: str
+    model: str  # as the user names it
+    folder: str  # with its files; a name of the hub is the same
     longest: int  # tokens of a prompt, or of a conversation
     num_rows: int
     machine: Machine
@@ -119,7 +121,7 @@ class _About:
 
 def _ppo_settings(about: _About) -> dict[str, Any]:
     """Return settings of GRPO."""
-    shape, positions = read_shape(about.model), _positions(about.model)
+    shape, positions = read_shape(about.folder), _positions(about.folder)
     prompt = _rounded(about.longest, positions - ROUND_TO)
     gpus = about.machine.gpus
     batch = min(GPU_BATCH if gpus else CPU_BATCH, about.num_rows)
@@ -138,7 +140,7 @@ def _ppo_settings(about: _About) -> dict[str, Any]:
 
 def _supervised_settings(about: _About, module: str) -> dict[str, Any]:
     """Return settings of supervised fine-tuning, or of preferences."""
-    positions = _positions(about.model)
+    positions = _positions(about.folder)
     # Pairs have a response beside the prompt that was measured.
     wanted = about.longest if module == "main_sft" else about.longest + MAX_RESPONSE
     gpus = about.machine.gpus
@@ -147,7 +149,7 @@ def _supervised_settings(about: _About, module: str) -> dict[str, Any]:
         "data.max_length": _rounded(wanted, positions),
         "data.truncation": "filter",
         "model.path": about.model,
-        "optim.lr": _by_size(SFT_LEARNING_RATES, read_shape(about.model).params) / (1 if module == "main_sft" else 10),
+        "optim.lr": _by_size(SFT_LEARNING_RATES, read_shape(about.folder).params) / (1 if module == "main_sft" else 10),
     }
     return chosen | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
 

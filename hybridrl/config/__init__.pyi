@@ -5,6 +5,8 @@ from .checks.preference import check_dpo_config as check_dpo_config
 from .checks.preference import check_rm_config as check_rm_config
 from .checks.rules import check_config as check_config
 from .checks.rules import check_sft_config as check_sft_config
+from .gguf_models import model_folder as model_folder
+from .gguf_models import with_model_folders as with_model_folders
 from .introspection import to_dict as to_dict
 from .introspection import to_yaml as to_yaml
 from .load import load_config as load_config

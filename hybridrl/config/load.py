@@ -40,7 +40,8 @@ SWEEP_REASON = (
 def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, config_name: str) -> Schema | None:
     """Return the frozen config described by `argv`; None after `--help`, `--version` and `--cfg job`.
 
-    Rules over several settings are checked by `check_config`, not here.
+    Rules over several settings are checked by `check_config`, not here. A GGUF file as a model is replaced by the
+    folder of its conversion (`gguf_models`).
 
     Args:
         schema: Schema of the program.
@@ -74,7 +75,7 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
     if flags.cfg:
         sys.stdout.write(to_yaml(config))
         return None
-    return config
+    return _with_model_folders(config)
 
 
 def compose_settings(schema: type[Schema], settings: Mapping[str, Any], *, config_name: str) -> Schema:
@@ -96,7 +97,11 @@ def compose_settings(schema: type[Schema], settings: Mapping[str, Any], *, confi
         OmegaConf.update(chosen, key, value, merge=True, force_add=True)
     config, more = build(schema, _resolved(chosen))
     raise_problems(problems + more)
-    return config
+    return _with_model_folders(config)
+
+
+def _with_model_folders(config: Schema) -> Schema:
+    return settings.with_model_folders(config) if ".gguf" in repr(config) else config
 
 
 def _compose_and_build(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import reward_score
+from hybridrl.config import model_folder
 from hybridrl.driver.terminal import show
 from hybridrl.errors import DataError
 from hybridrl.trainer.data.chat_template import check_messages, render
@@ -181,7 +182,7 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str:
 
 def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str, named: Mapping[str, str]) -> list[str]:
     """Print the lengths in tokens of the first column that the program needs, and return what is refused."""
-    tokenizer = load_tokenizer(model, key="--model")
+    tokenizer = load_tokenizer(model_folder(model, key="--model"), key="--model")
     key = program.needs[0]
     try:
         lengths = token_lengths(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt")

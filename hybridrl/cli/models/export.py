@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hybridrl.config import model_folder
 from hybridrl.driver.terminal import show
 from hybridrl.errors import CheckpointError
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
@@ -74,7 +75,10 @@ def _nearest_checkpoint(path: str) -> str:
 
 @contextmanager
 def model_directory(path: str, *, trust_remote_code: bool) -> Iterator[str]:
-    """Yield a model's directory or name; for a checkpoint, its policy as Hugging Face files while the block runs."""
+    """Yield a model's directory or name.
+
+    For a GGUF file that is its conversion, and for a checkpoint its policy as Hugging Face files while the block runs.
+    """
     if os.path.isfile(os.path.join(path, MANIFEST)) and os.path.isdir(os.path.join(path, "huggingface")):
         yield os.path.join(path, "huggingface")
     elif os.path.isfile(os.path.join(path, MANIFEST)):
@@ -82,4 +86,4 @@ def model_directory(path: str, *, trust_remote_code: bool) -> Iterator[str]:
             export_checkpoint(path, os.path.join(folder, "policy"), trust_remote_code=trust_remote_code)
             yield os.path.join(folder, "policy")
     else:
-        yield path
+        yield model_folder(path, key="MODEL")

@@ -170,11 +170,14 @@ def trained_model_path_problems(config: SupervisedConfig) -> Problems:
 
 def _path_problems(paths: dict[str, str | None], *, needed: str) -> Problems:
     if paths[needed] is None:
-        yield f"{needed}.path=null: no model; give a directory or a Hugging Face name"
+        yield f"{needed}.path=null: no model; give a directory, a Hugging Face name or a GGUF file"
     for key, path in paths.items():
         if path and _looks_local(path) and not Path(path).is_dir():
             name = "model_path" if key.startswith("distillation") else "path"
-            yield f"{key}.{name}={path}: there is no such directory{_tilde_hint(path)}"
+            if Path(path).is_file():
+                yield f"{key}.{name}={path}: is a file; a model is a directory, or a file that ends in .gguf"
+            else:
+                yield f"{key}.{name}={path}: there is no such directory{_tilde_hint(path)}"
 
 
 def _looks_local(path: str) -> bool:

@@ -17,7 +17,7 @@ BUDGET = "Token budget of one micro-batch per process, a hard cap, used unless r
 MCORE = "Takes effect with strategy=megatron only."
 SHAPES = "Log-probs are computed without it."
 KL_KINDS = tuple(kind + suffix for suffix in ("", "+") for kind in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
-PATH_OR_NULL = "Directory or Hugging Face name of the model"
+PATH_OR_NULL = "Directory, Hugging Face name or GGUF file of the model"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class CriticModelConfig:
 
 @dataclass(frozen=True)
 class RewardModelPath:
-    path: str | None = setting(None, f"{PATH_OR_NULL}, an AutoModelForSequenceClassification with one label.")
+    path: str | None = setting(
+        None, "Directory or Hugging Face name of the model, an AutoModelForSequenceClassification with one label."
+    )
 
 
 @dataclass(frozen=True)

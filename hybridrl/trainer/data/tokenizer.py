@@ -3,6 +3,7 @@
 Used by `main_ppo`, `main_sft` and `hybridrl serve`, in the driver.
 """
 
+import glob
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 
+CONFIG_FILE = "config.json"  # of a model in Hugging Face's format
 CHECKPOINT_FILE = "manifest.json"  # that every checkpoint has, see trainer/checkpoint/store.py
 MAX_LAYERS = 10_000
 PROBE_TIMEOUT_S = 10.0  # for one request to the hub; its client would retry five times with growing delays
@@ -33,6 +35,10 @@ def load_tokenizer(path: str, *, key: str, trust_remote_code: bool = False) -> A
     if os.path.isfile(os.path.join(path, CHECKPOINT_FILE)):
         raise ConfigError(f"{key}={path}: this is a checkpoint of a run; {_model_of_checkpoint(path)}")
     _check_layers(path, key=key)
+    if (files := glob.glob("*.gguf", root_dir=path)) and not os.path.isfile(os.path.join(path, CONFIG_FILE)):
+        raise ConfigError(
+            f"{key}={path}: this directory has GGUF files only; name the file: {os.path.join(path, min(files))}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # its code believes the files, so a damaged one may raise anything
