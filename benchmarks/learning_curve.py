@@ -1,4 +1,4 @@
-"""Draw the quick start's curves, docs/learning_curve.png, from the metrics of `make train`.
+"""Draw the curves of a run, by default docs/learning_curve.png from the metrics of `make train`.
 
 python benchmarks/learning_curve.py [outputs/quickstart/grpo] [--out docs/learning_curve.png]
 """
@@ -10,10 +10,11 @@ from examples.megatron.compare import moving_average
 from hybridrl.trainer.run.report import merge_steps, series
 from hybridrl.trainer.run.tracking import METRICS_FILE, read_metrics
 
+VALIDATION = "reward/mean@1"  # after val-core/ and the name of the data
 PANELS = {  # title and unit -> metric and label of each curve
     ("Reward and validation", "reward"): (
         ("critic/score/mean", "training reward"),
-        ("val-core/hybridrl/arithmetic/reward/mean@1", "validation"),
+        (VALIDATION, "validation"),
     ),
     ("Response length", "tokens"): (("response_length/mean", "mean length"),),
     ("Entropy and KL", "nats"): (("actor/entropy", "entropy"), ("actor/ppo_kl", "KL to old policy")),
@@ -32,7 +33,7 @@ def draw(history: list[dict], out: Path) -> None:
     figure = Figure(figsize=(12.8, 8), layout="constrained")
     for axes, ((title, unit), curves) in zip(figure.subplots(2, 2).flatten(), PANELS.items(), strict=True):
         for name, label in curves:
-            steps, values = series(history, name)
+            steps, values = series(history, validation_metric(history) if name == VALIDATION else name)
             if len(steps) < WIDTH:  # validations
                 axes.plot(steps, values, "o-", label=label)
             else:
@@ -42,6 +43,12 @@ def draw(history: list[dict], out: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     figure.savefig(out, dpi=130)
+
+
+def validation_metric(history: list[dict]) -> str:
+    """Return the name of the run's validation reward, the first one if there are several data sources."""
+    names = {name for entry in history for name in entry if name.startswith("val-core/")}
+    return min((name for name in names if name.endswith(VALIDATION)), default=VALIDATION)
 
 
 def main() -> None:
