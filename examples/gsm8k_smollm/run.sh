@@ -2,9 +2,10 @@
 # GSM8K with SmolLM2-135M-Instruct: SFT with LoRA, then GRPO; avg@8 and pass@k of the model, after SFT and after GRPO.
 # The model answers none of the questions at first. On two cores this takes hours; it resumes where it was stopped.
 #
-#   RAW=DIRECTORY bash examples/gsm8k_smollm/run.sh [directory]
+#   RAW=DIRECTORY bash examples/gsm8k_smollm/run.sh [directory] [settings of GRPO...]
 # RAW has gsm8k_train.jsonl and gsm8k_test.jsonl; without it the Hugging Face hub is asked. A small trial of every command:
-#   SFT_STEPS=2 STEPS=2 QUESTIONS=4 SAMPLES=2 RAW=... bash examples/gsm8k_smollm/run.sh
+#   SFT_STEPS=2 STEPS=2 QUESTIONS=4 SAMPLES=2 RAW=... bash examples/gsm8k_smollm/run.sh outputs/trial \
+#     data.train_batch_size=2 actor_rollout_ref.actor.ppo_mini_batch_size=2
 set -euo pipefail
 OUT=${1:-outputs/gsm8k_smollm}
 RAW=${RAW:-openai/gsm8k}
@@ -87,6 +88,7 @@ $PYTHON -m hybridrl.main_ppo \
   trainer.rollout_data_dir="$OUT/grpo/rollouts" \
   trainer.seed="$SEED" \
   trainer.backend=local \
-  trainer.default_local_dir="$OUT/grpo"
+  trainer.default_local_dir="$OUT/grpo" \
+  "${@:2}"
 measure grpo "$OUT/grpo/global_step_$STEPS"
-for name in model sft grpo; do echo "== $name" && cat "$OUT/eval_$name.txt"; done
+for name in model sft grpo; do echo "== $name" && grep "±" "$OUT/eval_$name.txt"; done

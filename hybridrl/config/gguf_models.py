@@ -106,8 +106,9 @@ def conversion_folder(file: Path) -> Path:
 
 def _teacher(name: str, entry: Any) -> Any:
     """Return the entry of a teacher with the folder of its model."""
-    path = entry.get("model_path") if isinstance(entry, dict) else None
-    return {**entry, "model_path": model_folder(path, key=f"{TEACHERS}.{name}.model_path")} if is_gguf(path) else entry
+    if not isinstance(entry, dict) or not is_gguf(entry.get("model_path")):
+        return entry
+    return {**entry, "model_path": model_folder(entry["model_path"], key=f"{TEACHERS}.{name}.model_path")}
 
 
 def _with_value(config: Any, names: list[str], value: Any) -> Any:
@@ -197,13 +198,14 @@ def _write(file: Path, folder: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         if hasattr(transformers, "GgufConfig"):  # without it some architectures keep their blocks
             source["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             **source, dtype="float32", output_loading_info=True
         )
     except Exception as error:
         raise ConfigError(
             f"transformers {transformers.__version__} cannot use this GGUF file ({_one_line(error)}); {INSTEAD}"
         ) from error
+    model, report = loaded
     if lacking := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ConfigError(f"the GGUF file lacks {len(lacking)} weights of its model, such as {lacking[0]}; {INSTEAD}")
     model.hf_quantizer = None  # with it, and with the config's entry, transformers does not save

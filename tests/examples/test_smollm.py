@@ -16,6 +16,7 @@ from examples.smollm.reward import compute_score, last_number
 from tests.support.gguf_file import write_gguf
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 500.0  # of a script: about ten starts of a program
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def script(name: str, *words: object, environment: dict[str, str]) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -72,6 +73,7 @@ def test_no_question_is_both_trained_and_tested_and_seeds_differ(tmp_path):
     assert pq.read_table(tmp_path / "2" / "test.parquet").to_pylist() != rows["test"]
 
 
+@pytest.mark.timeout(TIMEOUT_S + 20)
 def test_the_script_trains_a_gguf_file_and_draws_the_run(tmp_path, environment):
     short = ("data.val_max_samples=4", "data.max_prompt_length=200", "data.max_response_length=8")
     out = script("smollm", tmp_path, *short, "trainer.total_training_steps=1", environment=environment)
@@ -97,6 +99,7 @@ def test_without_data_the_command_that_makes_them_is_named(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 20)
 def test_gsm8k_is_measured_fine_tuned_and_reinforced_by_one_script(tmp_path, environment):
     for split, count in (("train", 160), ("test", 4)):
         lines = [
@@ -105,6 +108,7 @@ def test_gsm8k_is_measured_fine_tuned_and_reinforced_by_one_script(tmp_path, env
         ]
         (tmp_path / f"gsm8k_{split}.jsonl").write_text("".join(lines))
     small = {"RAW": str(tmp_path), "SFT_STEPS": "2", "STEPS": "1", "QUESTIONS": "4", "SAMPLES": "2"}
-    out = script("gsm8k_smollm", tmp_path / "out", environment=environment | small)
-    assert out.count("avg@2") == 6  # three measurements, each shown at its time and at the end
+    batch = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    out = script("gsm8k_smollm", tmp_path / "out", *batch, environment=environment | small)
+    assert out.count("avg@2") == out.count("pass@2") == 6  # three measurements, each at its time and at the end
     assert gsm8k.DATA_SOURCE in out

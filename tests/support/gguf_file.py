@@ -34,7 +34,7 @@ def write_gguf(path: Path, tokenizer: Any, *, architecture: str = "llama", witho
 
     writer, rng = gguf.GGUFWriter(path, architecture), np.random.default_rng(0)
     writer.add_name("Tiny Test")
-    writer.add_context_length(512)
+    writer.add_context_length(1024)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(HIDDEN)

@@ -80,3 +80,13 @@ def test_a_config_with_a_billion_layers_is_refused_before_it_is_read(tiny_qwen2,
     with pytest.raises(ConfigError, match=r"num_hidden_layers=1000000000; at most 10000"):
         load_tokenizer(str(model), key="model.path")
     assert time.monotonic() - began < 20
+
+
+def test_a_directory_with_nothing_but_a_gguf_file_asks_for_the_file(tmp_path):
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        ConfigError,
+        match=f"model.path={tmp_path}: this directory has GGUF files only; name the file: {tmp_path}/a.gguf",
+    ):
+        load_tokenizer(str(tmp_path), key="model.path")
