@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.errors import CallTimeout, ConnectionLost, ObjectLost, WorkerLost
+from hybridrl.errors import CallTimeout, CheckpointError, ConnectionLost, ObjectLost, WorkerLost
 from hybridrl.single_controller.call_cycles import waiting_for
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.monitoring.process import PROCESS, await_report, lost_reason, report_call_timeout
@@ -37,6 +37,11 @@ RAY_UNAVAILABLE = "is temporarily unavailable"  # the cause is not known to Ray 
 BROKEN_CONNECTION = re.compile(
     r"\[(?!enforce fail)[^\]]*/gloo/transport/\w+/[^\]]*\] *(?P<gloo>.*?)(\. |$)"
     r"|remote process exited or there was a network error"
+)
+# Of a collective in which a peer was not there in time: gloo's, NCCL's watchdog, the store in which ranks meet.
+LATE_PEER = re.compile(
+    r"/gloo/[^\]]*\] *Timed out waiting \d+ms|Watchdog caught collective operation timeout|"
+    r"wait timeout after \d+ms, keys: |Timed out after \d+ seconds waiting for clients"
 )
 CALLED_FROM = "\n\nThis method was called from:\n\n"  # between the remote tracebacks of two workers
 OBJECT_LOST_HINT = (
@@ -101,7 +106,7 @@ def wait_all(
     Raises:
         WorkerLost: a worker process died; names role, rank and method.
         ConnectionLost: a WorkerLost whose process lives, but was disconnected in a collective call.
-        CallTimeout: past `timeout_s`; names the ranks without a result.
+        CallTimeout: past `timeout_s`, or a collective timed out; names the ranks without a result.
         CallCycle: the call waits for the call that waits here.
         Exception: raised in a worker, with its own type.
     """
@@ -203,6 +208,8 @@ class _ResultReader:
             self.raise_if_worker_lost([other for other in self.rank_of if other != reference], error)
             if isinstance(error, CallTimeout) and not error.role and hasattr(error, "remote_traceback"):
                 raise self._with_waiting(error, reference) from error.__cause__
+            if is_late_peer(error):
+                raise self._with_late_peer(error, reference) from error
             if isinstance(error, OwnerDiedError):
                 raise ObjectLost(f"{self.role}-{self.rank_of[reference]}, {self.method}(): {OWNER_LOST_HINT}") from None
             if cause := broken_connection(error):
@@ -216,6 +223,24 @@ class _ResultReader:
         _, pending = ray.wait(list(self.rank_of), num_returns=len(self.rank_of), timeout=0, fetch_local=False)
         silent = sorted({self.address(one) for one in (reference, *pending)})
         return _with_silent(error, self.role, silent, self.method, evidence=str(error))
+
+    def _with_late_peer(self, error: Exception, reference: Any) -> CallTimeout:
+        """Return the timeout of a call in which a rank has waited too long for another one in a collective.
+
+        It names the workers that have not answered: one of them is not where its peers are. If all have, each waited.
+        """
+        import ray
+
+        _, pending = ray.wait(list(self.rank_of), num_returns=len(self.rank_of), timeout=0, fetch_local=False)
+        silent = sorted({self.address(one) for one in pending or self.rank_of})
+        found = LATE_PEER.search(str(error))
+        reason = found[0].rpartition("] ")[2] if found else str(error)
+        names = ", ".join(f"{role}-{rank}" for role, rank in silent)
+        text = (
+            f"{self.role}.{self.method}(): rank {self.rank_of[reference]} waited for a peer in a collective until its "
+            f"timeout ({reason}); {'without an answer' if pending else 'all waited'}: {names}"
+        )
+        return _with_silent(CallTimeout(text + TIMEOUT_HINT), self.role, silent, self.method, evidence=text)
 
     def value(self, reference: Any) -> Any:
         """Return the value of a ready result, or raise its error as the caller should see it."""
@@ -267,9 +292,17 @@ def broken_connection(error: BaseException) -> str:
     """Return what a collective call says about a connection that has ended; "" for any other error."""
     if not isinstance(error, RuntimeError) or (found := BROKEN_CONNECTION.search(str(error))) is None:
         return ""
-    if "Timed out" in found[0]:  # the peer may be slow, or in another collective call
+    if is_late_peer(error):
         return ""
     return f"a connection of its process group has ended ({found['gloo'] or found[0]})"
+
+
+def is_late_peer(error: BaseException) -> bool:
+    """Return whether a collective has timed out, in which the rank waited for a peer.
+
+    The peer may be stuck, slow, or in another collective.
+    """
+    return isinstance(error, (RuntimeError, CheckpointError)) and LATE_PEER.search(str(error)) is not None
 
 
 def unwrap_ray_error(error: "RayTaskError") -> BaseException:

@@ -217,7 +217,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         return OutputRefs(
             values,
             ranks=ranks,
-            fetch=ShardFetcher(self.role, method, rank_of, self.processes.addresses, timeout_s),
+            fetch=ShardFetcher(self.role, method, rank_of, self.processes.addresses, self.deadline_s(timeout_s)),
             sizes=sizes,
         )
 
@@ -225,7 +225,8 @@ class RayWorkerGroup(WorkerGroup[W]):
         self, references: list[Any], *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
         ranks = references.ranks if isinstance(references, OutputRefs) else None
-        return wait_all(references, ranks, role=self.role, method=method, timeout_s=timeout_s, hint=TIMEOUT_HINT)
+        deadline_s = self.deadline_s(timeout_s)
+        return wait_all(references, ranks, role=self.role, method=method, timeout_s=deadline_s, hint=TIMEOUT_HINT)
 
     def as_futures(self, references: Sequence[Any]) -> "list[Future[Any]]":
         return [reference.future() for reference in references]

@@ -12,7 +12,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from hybridrl.single_controller.dispatch import get_dispatch_mode
@@ -67,6 +66,7 @@ class WorkerGroup(ABC, Generic[W]):
 
     def __init__(self, worker_cls: type[W], *, role: str, world_size: int) -> None:
         self.worker_cls, self.role, self.world_size = worker_cls, role, world_size
+        self._call_timeout_s = DEFAULT_TIMEOUT_S
         self.is_new = True  # False after reattaching to the workers of a previous driver, which have their models
         self._dp_layouts: dict[str, tuple[list[int], list[bool]]] = {}
         endpoints = endpoints_of(worker_cls)
@@ -79,11 +79,12 @@ class WorkerGroup(ABC, Generic[W]):
         """Mark the workers as fully initialized, so that a restarted driver may reattach to them."""
 
     def set_call_timeout(self, timeout_s: float) -> None:
-        """Set the deadline in seconds of calls whose method was registered without a `timeout_s`."""
-        for name, invocation in self.invocations.items():
-            if invocation.timeout_s == DEFAULT_TIMEOUT_S:
-                self.invocations[name] = replace(invocation, timeout_s=timeout_s)
-                setattr(self, name, self.bind(name, self.invocations[name]))
+        """Set the deadline in seconds of all calls without a `timeout_s` of their own, registered or not."""
+        self._call_timeout_s = timeout_s
+
+    def deadline_s(self, timeout_s: float | None) -> float | None:
+        """Return the deadline of a call: that of the group if the call has none of its own."""
+        return self._call_timeout_s if timeout_s == DEFAULT_TIMEOUT_S else timeout_s
 
     @property
     def calls(self) -> W:
@@ -229,7 +230,11 @@ class WorkerGroup(ABC, Generic[W]):
     def fetch(
         self, references: list[Any], *, method: str = "get", timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
-        """Return the outputs behind the references, in their order; raise the first failure at once."""
+        """Return the outputs behind the references, in their order; raise the first failure at once.
+
+        Args:
+            timeout_s: Deadline. The default is that of the group (`set_call_timeout`).
+        """
 
     @abstractmethod
     def as_futures(self, references: Sequence[Any]) -> "list[Future[Any]]":

@@ -92,7 +92,10 @@ class ActorRolloutRefWorker(WeightPushMixin):
         trainer, num_peers = self.config.trainer, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         single_process = self.components == ["rollout"] and num_peers == 1
         self.device = init_worker_process(
-            device=trainer.device, num_threads=trainer.num_threads, single_process=single_process
+            device=trainer.device,
+            num_threads=trainer.num_threads,
+            single_process=single_process,
+            call_timeout_s=trainer.call_timeout_s,
         )
         if "actor" in self.components:
             self._init_actor(total_optimizer_steps)

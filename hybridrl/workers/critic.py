@@ -36,7 +36,9 @@ class CriticWorker(TrainingWorker):
         critic = self.config.critic
         load_plugins(self.config)
         self.device = init_worker_process(
-            device=self.config.trainer.device, num_threads=self.config.trainer.num_threads
+            device=self.config.trainer.device,
+            num_threads=self.config.trainer.num_threads,
+            call_timeout_s=self.config.trainer.call_timeout_s,
         )
         setup = engine_setup(
             self.config,

@@ -13,20 +13,27 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.errors import ConfigError
+from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
 from hybridrl.single_controller.monitoring.process import PROCESS
 from hybridrl.single_controller.worker import PROCESS_GROUP_SIZE
 from hybridrl.system.rendezvous import take_listener
 
-# Of a collective, in which a rank waits for its peers (table in docs/failover.md). The end of a peer's connection ends
-# it at once, and the driver kills a stuck peer at the deadline of its call.
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+# A collective, in which a rank waits for its peers, ends after so many times the deadline of a call (table in
+# docs/failover.md). So the driver ends the call first, also one that it awaits after another call.
+COLLECTIVE_PER_CALL = 2
 
 ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 """The user's own choice for glibc's allocator."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
-def init_worker_process(*, device: str, num_threads: int | None, single_process: bool = False) -> str:
+def init_worker_process(
+    *,
+    device: str,
+    num_threads: int | None,
+    single_process: bool = False,
+    call_timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> str:
     """Prepare this process and return its device, "cpu" or "cuda".
 
     A second role in the same process may call it again; the process group stays.
@@ -36,6 +43,7 @@ def init_worker_process(*, device: str, num_threads: int | None, single_process:
         num_threads: CPU threads for torch. None: the machine's cores divided by its workers.
         single_process: Whether to join a process group of its own. The process communicates with no other rank then,
             so it can be restarted without them.
+        call_timeout_s: `trainer.call_timeout_s`, from which the timeout of collectives follows.
     """
     device = resolve_device(device)
     if device == "cpu":
@@ -45,7 +53,7 @@ def init_worker_process(*, device: str, num_threads: int | None, single_process:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
         with PROCESS.start_times.part("group"):
-            join_process_group(device, single_process=single_process)
+            join_process_group(device, single_process=single_process, call_timeout_s=call_timeout_s)
     return device
 
 
@@ -69,7 +77,7 @@ def resolve_device(device: str) -> str:
     return "cuda" if available and device != "cpu" else "cpu"
 
 
-def join_process_group(device: str, *, single_process: bool = False) -> None:
+def join_process_group(device: str, *, single_process: bool = False, call_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Join the process group of the environment, or one of its own. A world of one needs no network.
 
     The group has all ranks, or the adjacent ones that communicate with each other (`Worker.num_peers`).
@@ -77,11 +85,20 @@ def join_process_group(device: str, *, single_process: bool = False) -> None:
     world_size = 1 if single_process else int(os.environ.get(PROCESS_GROUP_SIZE, os.environ["WORLD_SIZE"]))
     rank = int(os.environ["RANK"]) % world_size
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    store = dist.HashStore() if world_size == 1 else _join_store(rank, world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    timeout = datetime.timedelta(seconds=COLLECTIVE_PER_CALL * call_timeout_s)
+    store = dist.HashStore() if world_size == 1 else _join_store(rank, world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _join_store(rank: int, world_size: int) -> dist.Store:
+def collective_timeout() -> datetime.timedelta:
+    """Return the timeout of this process's group, for further groups: torch gives them a constant otherwise."""
+    group = dist.group.WORLD
+    assert group is not None  # `init_worker_process` has made it
+    timeout: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
+def _join_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.Store:
     """Return the store at MASTER_ADDR and MASTER_PORT; rank 0 listens there, and only there.
 
     torch's own rendezvous (env://) listens at every address of the machine.
@@ -89,8 +106,8 @@ def _join_store(rank: int, world_size: int) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = take_listener(port) if rank == 0 else None
     if listener is None:
-        return dist.TCPStore(host, port, world_size, rank == 0, COLLECTIVE_TIMEOUT)
-    store = dist.TCPStore(host, port, world_size, True, COLLECTIVE_TIMEOUT, master_listen_fd=listener.fileno())
+        return dist.TCPStore(host, port, world_size, rank == 0, timeout)
+    store = dist.TCPStore(host, port, world_size, True, timeout, master_listen_fd=listener.fileno())
     listener.detach()  # the store closes it
     return store
 

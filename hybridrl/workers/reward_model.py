@@ -35,7 +35,9 @@ class RewardModelWorker(EngineWorker):
         """Load the reward model onto the device. It is not trained."""
         load_plugins(self.config)
         self.device = init_worker_process(
-            device=self.config.trainer.device, num_threads=self.config.trainer.num_threads
+            device=self.config.trainer.device,
+            num_threads=self.config.trainer.num_threads,
+            call_timeout_s=self.config.trainer.call_timeout_s,
         )
         policy, path = self.config.actor_rollout_ref.model, self.config.reward_model.model.path
         check_same_tokens(required_path(policy.path), required_path(path), trust_remote_code=policy.trust_remote_code)

@@ -46,7 +46,9 @@ class SupervisedWorker(TrainingWorker):
         """Load the model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
         load_plugins(self.config)
         trainer = self.config.trainer
-        self.device = init_worker_process(device=trainer.device, num_threads=trainer.num_threads)
+        self.device = init_worker_process(
+            device=trainer.device, num_threads=trainer.num_threads, call_timeout_s=trainer.call_timeout_s
+        )
         self.model = self._set_up(make_engine(self.config.strategy, self._engine_setup(total_optimizer_steps)))
 
     @property

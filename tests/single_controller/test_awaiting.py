@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.errors import WorkerLost
-from hybridrl.single_controller.awaiting import broken_connection, describe_exit_report
+from hybridrl.errors import CallTimeout, WorkerLost
+from hybridrl.single_controller.awaiting import broken_connection, describe_exit_report, is_late_peer
 from hybridrl.single_controller.monitoring.process import mark_lost
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from tests.support.driver.ray_head import free_port
-from tests.support.single_controller.sample_workers import Adder
+from tests.support.single_controller.sample_workers import Adder, LatePeer
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,6 +104,32 @@ NCCL = "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a n
 def test_a_broken_process_group_is_told_from_other_errors(error, cause):
     found = broken_connection(error)
     assert found.startswith(cause) and bool(found) == bool(cause)
+
+
+NCCL_TIMEOUT = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) "
+    "ran for 600016 milliseconds before timing out."
+)
+
+
+@pytest.mark.parametrize("text", [GLOO_TIMEOUT, NCCL_TIMEOUT, "wait timeout after 2000ms, keys: /0//1//cpu//0/1"])
+def test_a_collective_that_timed_out_is_told_from_an_error_of_the_user_and_from_an_ended_connection(text):
+    assert is_late_peer(RuntimeError(text)) and not is_late_peer(ValueError(text))
+    assert not any(is_late_peer(RuntimeError(other)) for other in (GLOO, NCCL, GLOO_CHECK, "Timed out waiting for me"))
+    assert not broken_connection(RuntimeError(text))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_collective_that_times_out_before_its_call_is_a_timeout_that_names_the_rank_which_is_not_there():
+    with RayResourcePool([2]) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(LatePeer), role="peer") as group:
+        start = time.monotonic()
+        with pytest.raises(
+            CallTimeout, match=r"rank 0 waited for a peer in a collective .*2000ms.*without an answer: peer-1"
+        ) as found:
+            group.sum_without(1)
+        assert (found.value.role, found.value.ranks, found.value.method) == ("peer", (1,), "sum_without")
+        assert time.monotonic() - start < 60  # the call's own deadline is an hour
 
 
 @pytest.mark.slow

@@ -125,6 +125,8 @@ def test_calls_have_the_timeout_of_their_group_unless_their_method_has_its_own(d
         doomed.add_async(batch(2)).get()  # doze() still runs
     with pytest.raises(CallTimeout, match=r"sleep_on\(\) did not answer within 2 s"):
         doomed.sleep_on(1)
+    with pytest.raises(CallTimeout, match=r"wait_long\(\) did not answer within 0.2 s"):  # it is not registered
+        doomed.fetch(doomed.start_calls("wait_long", [0], [((), {})]), method="wait_long")
 
 
 def test_an_error_in_a_constructor_keeps_its_type(pool):

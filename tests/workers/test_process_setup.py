@@ -1,4 +1,4 @@
-"""What `init_worker_process` changes in its process."""
+"""What `init_worker_process` changes in its process, and how long its collectives wait."""
 
 import os
 import subprocess
@@ -37,3 +37,31 @@ def test_a_worker_keeps_the_memory_of_large_tensors_unless_the_user_says_otherwi
     untouched = page_faults(set_up=False)
     assert page_faults(set_up=True) < untouched / 4
     assert page_faults(set_up=True, MALLOC_TRIM_THRESHOLD_="131072") > untouched / 2
+
+
+GROUPS = """
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from hybridrl.config.schema.workers import MegatronConfig
+from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel
+from hybridrl.workers.process_setup import collective_timeout, join_process_group
+
+join_process_group("cpu", call_timeout_s=45.0)
+init_model_parallel(MegatronConfig(), device="cpu", seed=0)
+pipeline = parallel_state.get_pipeline_model_parallel_group()
+found = [collective_timeout(), pipeline._get_backend(torch.device("cpu")).options._timeout]
+print([timeout.total_seconds() for timeout in found])
+"""
+
+
+def test_collectives_have_twice_the_time_of_a_call_in_megatrons_groups_too():
+    pytest.importorskip("megatron.core")
+    done = subprocess.run(
+        [sys.executable, "-c", GROUPS],
+        env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.stdout.splitlines()[-1:] == ["[90.0, 90.0]"], done.stderr

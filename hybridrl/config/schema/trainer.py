@@ -52,7 +52,8 @@ class TrainerConfig:
     )
     call_timeout_s: float = setting(
         3600.0,
-        "Timeout of one worker-group call in seconds: a step's generation, a validation, an update, a save.",
+        "Timeout of one worker-group call in seconds, such as a step's generation or an update; collectives wait twice "
+        "as long.",
         gt=0,
     )
     colocate: str = setting(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hybridrl.workers.process_setup import COLLECTIVE_TIMEOUT
+from hybridrl.workers.process_setup import collective_timeout
 from hybridrl.workers.rollout.requests import TokenOutput
 
 
@@ -30,7 +30,7 @@ class EnginePeers:
 
     def __init__(self, ranks: Sequence[int]):
         self._group = dist.new_group(
-            list(ranks), backend="gloo", use_local_synchronization=True, timeout=COLLECTIVE_TIMEOUT
+            list(ranks), backend="gloo", use_local_synchronization=True, timeout=collective_timeout()
         )
         self._size = len(ranks)
 

@@ -15,8 +15,20 @@ from hybridrl.errors import CallTimeout
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.single_controller.worker import Worker
+from hybridrl.workers.process_setup import join_process_group
 
 PEERS_SLEEP_S = 80.0  # of a rank that fails: who waits for all ranks waits for so long
+
+
+class LatePeer(Worker):
+    """Ranks of one process group, in which a collective waits for two seconds."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sum_without(self, absent: int) -> None:
+        join_process_group("cpu", call_timeout_s=1.0)
+        if self.rank == absent:
+            time.sleep(PEERS_SLEEP_S)
+        dist.all_reduce(torch.ones(1))
 
 
 class Adder(Worker):
@@ -41,6 +53,9 @@ class Adder(Worker):
     def say(self, words: str) -> None:
         print(f"out: {words}")
         print(f"err: {words}", file=sys.stderr)
+
+    def wait_long(self) -> None:
+        time.sleep(PEERS_SLEEP_S)
 
     @register(Dispatch.ALL_TO_ALL)
     def own(self, value: int) -> int:

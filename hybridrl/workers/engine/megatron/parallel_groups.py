@@ -4,6 +4,7 @@ Ranks are ordered tensor, context, data, pipeline: tensor-parallel peers are adj
 per process, so the actor, reference, critic and reward model of one process have one layout.
 """
 
+import datetime
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.base import MeshPosition
 from hybridrl.workers.engine.megatron.cpu_backend import patch_cuda_to_cpu
+from hybridrl.workers.process_setup import collective_timeout
 
 KEY = "actor_rollout_ref.actor.megatron"
 
@@ -64,6 +66,7 @@ def init_model_parallel(config: MegatronConfig, *, device: str, seed: int) -> Pa
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=1,  # an expert is small and never sharded
+        distributed_timeout_minutes=collective_timeout() / datetime.timedelta(minutes=1),
         # For the host side of checkpoints; on the CPU every group is gloo.
         create_gloo_process_groups=device == "cuda",
     )
