@@ -50,6 +50,8 @@ def test_every_stage_with_a_model_uses_a_share_of_the_machine(tmp_path, tiny_qwe
     shares = {name.removeprefix("perf/mfu/"): value for name, value in step.items() if name.startswith("perf/mfu/")}
     assert shares.keys() == {"actor", "actor_infer", "critic", "critic_infer", "ref", "rollout"}
     assert all(0 < share < 1 for share in shares.values()), shares
+    kept = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "2.jsonl").read_text().splitlines()]
+    assert 2 <= len(kept) <= 4 and kept[0].keys() >= {"input", "output", "score", "gts", "step", "id"}
     assert (
         capsys.readouterr().out.splitlines()[-1].startswith("  ")
     )  # the table of stages is the last that a run prints

@@ -149,6 +149,6 @@ class TrainerConfig:
     rollout_data_dir: str | None = setting(
         None,
         "Write every step's rollouts there as JSONL, also those that algorithm.filter_groups drops; and of some "
-        "the tokens.",
+        "the tokens. null: with jsonl in trainer.logger a few samples of each step, in the run's directory.",
     )
     validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")

@@ -75,7 +75,8 @@ from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.metrics import mean_over_batches
 from hybridrl.trainer.run.middleware import BatchContext
-from hybridrl.trainer.run.samples import sample_rows, write_samples
+from hybridrl.trainer.run.samples import keep_samples, sample_rows, write_samples
+from hybridrl.trainer.run.setup import run_directory
 from hybridrl.trainer.submitted_call import Submitting
 from hybridrl.trainer.utilization import COMPUTED
 
@@ -194,6 +195,9 @@ class RayPPOTrainer(PPOLoop):
             part = f".{ctx.gen_batch}" if "gen_batch" in ctx else ""
             path = os.path.join(self.config.trainer.rollout_data_dir, f"{self.global_steps}{part}.jsonl")
             write_samples(path, sample_rows(ctx.batch, self.tokenizer, step=self.global_steps, extra=ctx.reward_extra))
+        elif "jsonl" in self.config.trainer.logger and "gen_batch" not in ctx:
+            directory, extra = run_directory(self.config.trainer), ctx.reward_extra
+            keep_samples(directory, ctx.batch, self.tokenizer, step=self.global_steps, extra=extra)
 
     def reward_baselines(self, ctx: BatchContext) -> None:
         """Score the greedy responses: the baseline of every sample of their prompts."""

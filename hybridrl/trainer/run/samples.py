@@ -4,9 +4,11 @@ Also a few examples of every validation, of the same problems each time, to comp
 (`examples.jsonl` in the run's directory). Used by the trainer, validation and the report, in the driver.
 """
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,8 @@ from hybridrl.system.atomic_write import atomic_write
 logger = logging.getLogger(__name__)
 EXAMPLES_FILE = "examples.jsonl"
 MAX_EXAMPLES = 3  # data sources with one example each
+KEPT_FOLDER = "rollouts"  # in the run's directory
+KEPT_STEPS, KEPT_EVERY = 200, 20
 MAX_SHOWN = 240  # characters of a prompt or response; longer ones are cut in the middle
 Example = Mapping[str, Any]  # of EXAMPLE_KEYS; score is None if it was not scored
 EXAMPLE_KEYS = {"step", "data_source", "question", "response", "ground_truth", "score"}
@@ -69,6 +73,32 @@ def write_samples(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
                 f.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
     except OSError as error:
         logger.warning("the samples of %s were not written: %s; training continues", path, error)
+
+
+def keep_samples(directory: str, batch: DataProto, tokenizer: Any, *, step: int, extra: dict[str, list]) -> None:
+    """Write a few samples of a step to the run's directory, where `hybridrl view` and people look for them.
+
+    The best and the worst one, and the first ones of two prompts. Of the last `KEPT_STEPS` steps, and of every
+    `KEPT_EVERY`-th of those before, so that a long run needs little space.
+    """
+    folder = os.path.join(directory, KEPT_FOLDER)
+    if step == 1:
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier run's
+    rows = _kept_rows(batch)
+    few = {name: [column[row] for row in rows] for name, column in extra.items()}
+    records = sample_rows(batch.select_idxs(rows), tokenizer, step=step, extra=few)
+    write_samples(os.path.join(folder, f"{step}.jsonl"), records)
+    old = step - KEPT_STEPS
+    if old > 0 and old % KEPT_EVERY:
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(folder, f"{old}.jsonl"))
+
+
+def _kept_rows(batch: DataProto) -> list[int]:
+    scores = batch.batch["token_level_scores"].sum(-1)
+    prompts = batch.non_tensor_batch.get("uid", np.arange(len(batch)))
+    first = np.sort(np.unique(prompts, return_index=True)[1])[:2]
+    return sorted({*first.tolist(), int(scores.argmax()), int(scores.argmin())})
 
 
 def _plain(value: Any) -> Any:
