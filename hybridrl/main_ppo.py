@@ -29,6 +29,7 @@ from hybridrl.trainer import run as run_files
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.trainer.run.status import reporting
 from hybridrl.workers import engine, rollout, weight_transfer
 
 logger = logging.getLogger("hybridrl.main_ppo")  # not __name__, which is __main__ in the program
@@ -212,7 +213,8 @@ def run(
     logger.info("loading %s into the workers", model.path)
     try:
         with trainer.monitored():
-            trainer.init_workers()
+            with reporting("loading the models"):
+                trainer.init_workers()
             trainer.fit()
     except (WorkerLost, ObjectLost, PlacementError) as error:
         if trainer.global_steps:
@@ -228,6 +230,7 @@ def run(
             run_files.run_directory(config.trainer),
             checkpoint=run_files.newest_checkpoint_of_run(config.trainer),
             written=written,
+            trained=not config.trainer.val_only,
         )
     )
 

@@ -259,7 +259,8 @@ class Trainer:
         self._training_since = time.monotonic()
         self.utilization = Utilization.measure(self.model_uses(), self.groups)
         start, end = self.global_steps, self.total_training_steps
-        with open_tracking(self.config, start_step=start, total_steps=end) as self.tracking:
+        shown = None if self.config.trainer.val_only else end
+        with open_tracking(self.config, start_step=start, total_steps=shown) as self.tracking:
             self.run_remaining_steps()
 
     def run_remaining_steps(self) -> None:

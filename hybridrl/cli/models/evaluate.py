@@ -27,6 +27,7 @@ from hybridrl.rewards.sample_score import SampleScore
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import as_messages
 
+BATCH = 64  # prompts generated at once, each followed by a line of progress
 LENGTH = 1024  # tokens of prompt and of response, where the model has room for both
 
 
@@ -69,6 +70,7 @@ def run_settings(file: str, model: str, folder: Path, n: int) -> list[str]:
         f"data.val_files={file}",
         f"data.max_prompt_length={length}",
         f"data.max_response_length={length}",
+        f"data.val_batch_size={BATCH}",
         f"actor_rollout_ref.model.path={model}",
         f"actor_rollout_ref.rollout.val_kwargs.n={n}",
         f"actor_rollout_ref.rollout.val_kwargs.do_sample={str(n > 1).lower()}",

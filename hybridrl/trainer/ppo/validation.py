@@ -7,6 +7,7 @@ The trainer calls `validate` between two steps. With `trainer.eval_n_gpus`, `Rem
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from hybridrl.trainer.run.samples import (
 from hybridrl.trainer.run.setup import run_directory
 
 logger = logging.getLogger(__name__)
+MIN_LOGGED_S = 2.0  # of a validation: shorter ones need no progress
 
 
 def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataProto] | None = None) -> dict[str, float]:
@@ -46,6 +48,7 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     records: list[dict[str, Any]] = []
     examples: dict[str, Example] = {}
     columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
+    started_at, num_tokens = time.monotonic(), 0
     for number, batch in enumerate(_batches(trainer)):
         assign_uids_and_seeds(batch, seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=number)
         n = config.actor_rollout_ref.rollout.val_kwargs.n
@@ -55,6 +58,8 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
         rows = list(sample_rows(batch, trainer.tokenizer, step=step, extra=extra))
         examples = {example["data_source"]: example for example in first_examples(batch, rows)} | examples
         records.extend(rows)
+        num_tokens += int(batch.batch["response_mask"].sum())
+        _log_progress(len(records), n * len(trainer.val_dataset), num_tokens, time.monotonic() - started_at)
     if generate is None:
         trainer.policy.sleep_rollout()
     if config.trainer.validation_data_dir:
@@ -62,6 +67,13 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     _show(list(examples.values())[:MAX_EXAMPLES], step=step, directory=run_directory(config.trainer))
     values = {k: v for k, v in columns.items() if k not in ("data_source", "uid")}
     return validation_metrics(columns["data_source"], columns["uid"], values)
+
+
+def _log_progress(done: int, total: int, tokens: int, seconds: float) -> None:
+    """Log how far a validation is, if it takes long enough to wait for."""
+    if seconds >= MIN_LOGGED_S:
+        speed = tokens / seconds
+        logger.info("validated %d of %d responses in %.0f s (%.0f generated tokens/s)", done, total, seconds, speed)
 
 
 def validate_on_evaluator(trainer: Any, version: int, weights: Any) -> dict[str, float]:

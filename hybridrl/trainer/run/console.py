@@ -5,6 +5,7 @@ Used by `ConsoleTracker` in `tracking.py`, in the driver. Stores nothing.
 
 import contextlib
 import logging
+import re
 import statistics
 import sys
 import time
@@ -41,7 +42,9 @@ HIDDEN_WHEN_ZERO = ("actor/ppo_kl",)  # exactly zero in every run with one updat
 STATUS_LABELS = ("reward", "loss", "len")
 REDRAWS_PER_S = 2
 VALIDATION_LOSS = "val/loss"
-TESTING = "timing_s/testing"
+TESTING, GENERATION = "timing_s/testing", "timing_per_token_ms/gen"
+EXTRA = re.compile(r"reward_extra/(.+)/mean")  # what a reward function returned beside its score
+MAX_EXTRA = 3
 
 
 class ConsoleProgress:
@@ -212,7 +215,17 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
     for label, name, spec in STEP_FIELDS:
         if name in metrics and (metrics[name] or name not in HIDDEN_WHEN_ZERO):
             fields.setdefault(label, format(float(metrics[name]), spec))
+        if label == "reward" and fields:
+            fields |= _reward_fields(metrics)
     return fields
+
+
+def _reward_fields(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return what a reward function returned beside its score, and whether all rewards of the batch are equal."""
+    found = [(match[1], value) for name, value in metrics.items() if (match := EXTRA.fullmatch(name))]
+    fields = {name: f"{value:.3f}" for name, value in found[:MAX_EXTRA]}
+    advantages = [metrics.get(f"critic/advantages/{which}") for which in ("max", "min")]
+    return fields | ({"all": "equal"} if advantages == [0, 0] else {})
 
 
 def validation_lines(metrics: Mapping[str, float], step: int, *, total_steps: int | None = None) -> list[str]:
@@ -228,7 +241,8 @@ def validation_lines(metrics: Mapping[str, float], step: int, *, total_steps: in
             parts.setdefault(source, []).append(f"{variable} {metric} {float(value):.3f}")
     if VALIDATION_LOSS in metrics:
         parts[""] = [f"loss {float(metrics[VALIDATION_LOSS]):.4f}"]
-    head = f"{_step_text(step, total_steps)}  validation"
+    is_only = step == 0 and total_steps is None  # nothing is trained
+    head = "validation" if is_only else f"{_step_text(step, total_steps)}  validation"
     return ["  ".join(filter(None, [head, source, *shown]))[:MAX_COLUMNS] for source, shown in parts.items()]
 
 
@@ -240,7 +254,11 @@ def split_validation_name(name: str) -> tuple[str, str, str]:
 
 
 def throughput_fields(metrics: Mapping[str, float]) -> list[str]:
-    """Return tokens per second over all devices and seconds per step, if measured, without validation time."""
+    """Return tokens per second over all devices and seconds per step, if measured, without validation time.
+
+    With generation they are the generated tokens per second of generation, otherwise those of the batch per second of
+    the step.
+    """
     seconds, tokens = (
         metrics.get("perf/time_per_step", metrics.get("timing_s/step")),
         metrics.get("perf/total_num_tokens"),
@@ -248,7 +266,9 @@ def throughput_fields(metrics: Mapping[str, float]) -> list[str]:
     if seconds:
         seconds -= metrics.get(TESTING, 0.0)
     shown = []
-    if seconds and tokens:
+    if of_token_ms := metrics.get(GENERATION):
+        shown.append(f"gen {1000 / of_token_ms:.0f} tok/s")
+    elif seconds and tokens:
         shown.append(f"{tokens / seconds:.0f} tok/s")
     if seconds:
         shown.append(f"{seconds:.2f} s/step")

@@ -25,7 +25,11 @@ MIN_SHARE = 0.01  # of a step's time, for a stage to be listed
 
 
 def report_run(
-    directory: str | Path, *, checkpoint: str | None, written: Mapping[str, str | None] | None = None
+    directory: str | Path,
+    *,
+    checkpoint: str | None,
+    written: Mapping[str, str | None] | None = None,
+    trained: bool = True,
 ) -> str:
     """Return the closing lines of the run that wrote to `directory`.
 
@@ -33,29 +37,22 @@ def report_run(
         directory: The run's directory.
         checkpoint: Path of the run's newest checkpoint.
         written: Other outputs of the run, name -> path; None if the run did not write it.
+        trained: Whether the run trained. A validation alone has no checkpoint; its lines are shown before.
     """
     directory = Path(directory).absolute()
     metrics = directory / METRICS_FILE
     history = merge_steps(read_metrics(metrics)) if metrics.exists() else []
+    commits = checkpoint or "none: trainer.save_freq=N commits every N steps and at the end"
     outputs = {
-        "last checkpoint": checkpoint or "none: trainer.save_freq=N commits every N steps and at the end",
+        "last checkpoint": commits if trained else None,
         "metrics": metrics if history else "not stored: add jsonl to trainer.logger for metrics and curves",
         "curves": f"hybridrl view {shlex.quote(str(directory))}" if history else None,
         "TensorBoard": directory / TENSORBOARD_DIRECTORY if (directory / TENSORBOARD_DIRECTORY).exists() else None,
     } | dict(written or {})
     lines = [f"{what}: {where}" for what, where in outputs.items() if where]
-    return (
-        "\n".join(
-            [
-                *lines,
-                *_prompt_line(directory),
-                *value_lines(history),
-                *stage_lines(history),
-                *_examples(directory, history),
-            ]
-        )
-        + "\n"
-    )
+    lines += _prompt_line(directory)
+    results = [*value_lines(history), *stage_lines(history), *_examples(directory, history)] if trained else []
+    return "\n".join([*lines, *results]) + "\n"
 
 
 def _prompt_line(directory: Path) -> list[str]:

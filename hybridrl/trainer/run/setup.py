@@ -32,6 +32,7 @@ from hybridrl.trainer import run
 from hybridrl.trainer.checkpoint.reading import find_resume_checkpoint
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.middleware import BatchContext, Column
+from hybridrl.trainer.run.status import report_long_stages
 from hybridrl.trainer.run.tracking import Tracking
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ def warn_about_small_batches(config: PPOConfig | SupervisedConfig, *, num_rows: 
         logger.warning("%s=%d: the last optimizer step of every batch has only %d prompts", key, mini, size % mini)
 
 
-def open_tracking(config: PPOConfig | SupervisedConfig, *, start_step: int, total_steps: int) -> Tracking:
+def open_tracking(config: PPOConfig | SupervisedConfig, *, start_step: int, total_steps: int | None) -> Tracking:
     """Return the run's loggers, which continue after `start_step`."""
     trainer = config.trainer
     return Tracking(
@@ -203,6 +204,7 @@ def run_stages(
         wrappers = [*wrappers, functools.partial(run.check_columns, table=columns)]
     with Task(ctx=BatchContext(first_step=first_step)) as task:
         task.use_wrapper(StepTimer(print_per_step=0))
+        task.use_wrapper(report_long_stages)
         if is_recording():
             task.use_wrapper(framework.StageTracer(first_step=first_step))
         for fn in stages:

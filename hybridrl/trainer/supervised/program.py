@@ -15,6 +15,7 @@ from hybridrl.trainer import run as run_files
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.roles import ResourcePoolManager
+from hybridrl.trainer.run.status import reporting
 from hybridrl.workers import engine
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def _train(
     logger.info("loading %s into the workers", config.model.path)
     try:
         with trainer.monitored():
-            trainer.init_workers()
+            with reporting("loading the models"):
+                trainer.init_workers()
             trainer.fit()
     finally:
         trainer.shutdown()

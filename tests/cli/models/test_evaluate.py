@@ -21,6 +21,7 @@ def test_a_model_is_evaluated_with_all_samples_kept(tmp_path, tiny_qwen2, monkey
     rows = [json.loads(line) for line in (tmp_path / "out" / "samples" / "0.jsonl").read_text().splitlines()]
     assert len(grouped(rows)) * 2 == len(rows)
     assert f"{len(rows) // 2} prompts, {len(rows)} samples" in shown and "avg@2" in shown
+    assert "last checkpoint" not in shown and "step 0" not in shown and "validation  openai/gsm8k" in shown
     assert cli.main([*command, *lengths, *own]) == 2
     assert "out: has samples already" in capsys.readouterr().err
 

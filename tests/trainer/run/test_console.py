@@ -30,6 +30,18 @@ STEP = {
 }
 
 
+def test_a_step_line_has_what_the_reward_returned_the_speed_of_generation_and_says_if_all_rewards_are_equal():
+    more = {"reward_extra/acc/mean": 0.25, "timing_per_token_ms/gen": 2.5, "critic/advantages/max": 1.0}
+    assert step_line(STEP | more, 3).startswith("step 3  reward 0.512  acc 0.250  len 14.2")
+    assert "  gen 400 tok/s  1.90 s/step" in step_line(STEP | more, 3) and "all equal" not in step_line(STEP | more, 3)
+    equal = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
+    assert step_line(STEP | equal, 3).startswith("step 3  reward 0.512  all equal  len 14.2")
+
+
+def test_a_validation_without_training_has_no_step():
+    assert validation_lines({"val/loss": 0.25}, 0) == ["validation  loss 0.2500"]
+
+
 def test_a_step_line_shows_only_what_was_measured():
     assert step_line(STEP, 12, total_steps=150, eta_s=252) == (
         "step 12/150  reward 0.512  len 14.2  kl 0.0012  entropy 0.31  grad 0.42  1234 tok/s  1.90 s/step  eta 4m12s"

@@ -1,0 +1,69 @@
+"""Lines about long stages: how often, and that they end with the stage."""
+
+import functools
+import logging
+import threading
+
+import pytest
+
+from hybridrl.framework.loop import Task
+from hybridrl.framework.stage import stage
+from hybridrl.trainer.run.middleware import BatchContext
+from hybridrl.trainer.run.status import report_long_stages, reporting
+
+PERIODS = {"first_s": 0.02, "period_s": 0.05}
+
+
+class Waiting(logging.Handler):
+    """Sets `seen` after a number of lines."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self.lines, self.seen, self.texts = lines, threading.Event(), []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if len(self.texts) >= self.lines:
+            self.seen.set()
+
+
+@pytest.fixture
+def handler():
+    log = logging.getLogger("hybridrl.trainer.run.status")
+    found = Waiting(2)
+    level = log.level
+    log.addHandler(found)
+    log.setLevel(logging.INFO)
+    yield found
+    log.removeHandler(found)
+    log.setLevel(level)
+
+
+def test_what_takes_long_has_lines_until_it_ends(handler):
+    with reporting("loading the models", **PERIODS):
+        assert handler.seen.wait(10)
+    assert all(text.startswith("loading the models: ") and text.endswith(" s so far") for text in handler.texts)
+    num = len(handler.texts)
+    assert not [thread for thread in threading.enumerate() if thread.name == "status"]
+    assert len(handler.texts) == num
+
+
+@pytest.mark.parametrize("submits", [False, True])
+def test_a_stage_is_named_with_its_step_and_rows_in_both_of_its_halves(handler, submits):
+    def whole(ctx):
+        ctx.batch = [1, 2, 3]
+
+    def waits(ctx):
+        assert handler.seen.wait(10)
+
+    def waits_in_its_second_half(ctx):
+        yield None
+        assert handler.seen.wait(10)
+
+    slow = stage("gen", submits=submits)(waits_in_its_second_half if submits else waits)
+    with Task(ctx=BatchContext(first_step=6)) as task:
+        task.use_wrapper(functools.partial(report_long_stages, **PERIODS))
+        task.use(stage("whole")(whole))
+        task.use(slow)
+        task.run(max_step=1)
+    assert handler.texts[0].startswith("step 6, gen (3 rows): ")
