@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hybridrl.framework.loop import Task
+from hybridrl.framework import Task
 from hybridrl.framework.stage import stage
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.run.status import report_long_stages, reporting
