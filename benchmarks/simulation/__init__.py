@@ -5,9 +5,9 @@ stand-ins (`worker.py`) that return batches at once and say how long a device wo
 (`group.py`) advances the clock.
 """
 
-from benchmarks.simulation.costs import DEVICES, MODELS, Costs, Device, Model
 from benchmarks.simulation.lengths import Lengths
 from benchmarks.simulation.run import Simulation, SimulationResult, simulate
+from hybridrl.planning.costs import DEVICES, MODELS, Costs, Device, Model
 
 __all__ = [
     "DEVICES",

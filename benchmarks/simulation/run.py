@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from benchmarks.simulation.clock import VirtualClock
-from benchmarks.simulation.costs import Costs
 from benchmarks.simulation.generator import TimedGenerator
 from benchmarks.simulation.group import TimedWorkerGroup, timed_groups
 from benchmarks.simulation.lengths import Lengths
@@ -25,6 +24,7 @@ from hybridrl.config.load import compose_settings
 from hybridrl.errors import ConfigError
 from hybridrl.framework.stage import spec_of, with_spec
 from hybridrl.framework.step_runner import run_once
+from hybridrl.planning.costs import Costs
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import RewardOutput, at_last_token, reward_positions
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer

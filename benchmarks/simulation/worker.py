@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from benchmarks.simulation.costs import Costs
 from benchmarks.simulation.lengths import Lengths
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import StaleWeightsError
+from hybridrl.planning.costs import Costs
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import register
 from hybridrl.workers.actor_rollout_ref import ROLLOUT_COMPUTE, ROLLOUT_MESH, ActorRolloutRefWorker

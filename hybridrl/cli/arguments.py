@@ -283,8 +283,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     usage = "hybridrl plan [-h] [--device NAME | --memory GIB] [--apply] key=value ..."
     plan = commands.add_parser("plan", help=what, description=what, usage=usage)
     plan.epilog = "key=value: as for python -m hybridrl.main_ppo; needs the model's config.json, no weights and no data"
-    plan.add_argument("--device", choices=DEVICE_GIB, default="h100", help="default: %(default)s")
-    plan.add_argument("--memory", type=float, metavar="GIB", help="of one device, instead of the device's own")
+    plan.add_argument("--device", choices=DEVICE_GIB, help="another machine's; default: this machine")
+    plan.add_argument("--memory", type=float, metavar="GIB", help="of one device, instead of its own")
     plan.add_argument("--apply", action="store_true", help="print the settings that fit, and nothing else")
     plan.set_defaults(run_command="plan")
 

@@ -1,24 +1,34 @@
 """`hybridrl plan`: what a PPO job needs of its devices' memory, and settings that fit. Starts nothing."""
 
 import argparse
-import os
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+import hybridrl
 from hybridrl import main_ppo
 from hybridrl.cli.arguments import DEVICE_GIB
 from hybridrl.config import PPOConfig, load_config
+from hybridrl.config.engines import engine_settings
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
-from hybridrl.planning.choices import Candidate, Devices, candidates
+from hybridrl.planning.choices import ACTOR, Candidate, Devices, candidates
+from hybridrl.planning.costs import DEVICES, Costs, Device, Model
+from hybridrl.planning.machine import copy_bandwidth, product_speed, this_machine
 from hybridrl.planning.processes import Moment, PlannedProcess
+from hybridrl.planning.step_time import stage_seconds, step_seconds
+from hybridrl.trainer import ppo
+from hybridrl.trainer.ppo.stages import StepSettings, computes_old_log_probs
 from hybridrl.workers.engine.memory_plan import MemoryParts
 from hybridrl.workers.engine.model_shape import ModelShape
 
 GIB = 2**30
 USABLE = 0.92  # of a device; the rest is for its libraries, communication and fragments
+MIN_SPEED_UP = 1.2  # of bfloat16, to be worth its rounding
+BFLOAT16 = {f"{ACTOR}.fsdp_config.dtype": "bfloat16", "actor_rollout_ref.rollout.dtype": "bfloat16"}
+CLUSTER_OVERHEADS = ("update_overhead_s", "call_overhead_s", "push_overhead_s")  # of a job on several GPUs
+MIN_SHOWN_S = 0.05  # of a stage
 PARTS = tuple(field.name for field in fields(MemoryParts))
 
 
@@ -28,8 +38,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if config is None:  # --cfg job has shown the settings
         return 0
     main_ppo.validate_config(config, with_inputs=False)
-    device = "cpu" if config.trainer.device == "cpu" else "cuda"
-    memory = _memory(arguments, device)
+    named = _device(config, arguments)
+    device, memory = named.device, named.memory
     devices = Devices(read_shape=read_shape, device=device, memory=memory, budget=USABLE * memory)
     processes = devices.plan(config)
     problem = devices.problem(config, processes)
@@ -40,10 +50,24 @@ def plan(arguments: argparse.Namespace) -> int:
         return 0 if best else 1
     note = f"of {memory / GIB:.0f} GiB {USABLE:.0%} may be used: "
     show(
-        "\n".join([*memory_table(processes), "", note + (problem or "the job fits as it is"), "", *layout_table(found)])
+        "\n".join(
+            [
+                str(named),
+                "",
+                *memory_table(processes),
+                "",
+                note + (problem or "the job fits as it is"),
+                "",
+                *layout_table(found),
+            ]
+        )
         + f"\n\n{'nothing fits; take more devices' if best is None else 'settings of the first that fits:'}\n"
         + (overrides(best) if best else "")
     )
+    if not problem and (costs := named.costs(config)) is not None:
+        show(expected_step(config, costs, on=str(named)))
+    if named.bfloat16 and (advice := faster_dtype(config, named.bfloat16)):
+        show(advice)
     return 1 if problem else 0
 
 
@@ -63,7 +87,13 @@ def memory_table(processes: Iterable[PlannedProcess]) -> list[str]:
 
 def _columns(moment: Moment) -> dict[str, float]:
     parts = {name: getattr(moment.parts, name) for name in PARTS}
-    return {**parts, "rollout": moment.rollout, "buffers": moment.buffers, "total": moment.total}
+    return {
+        **parts,
+        "rollout": moment.rollout,
+        "buffers": moment.buffers,
+        "program": moment.program,
+        "total": moment.total,
+    }
 
 
 def layout_table(found: Iterable[Candidate]) -> list[str]:
@@ -80,13 +110,98 @@ def overrides(candidate: Candidate) -> str:
     return " \\\n".join(f"{name}={word(value)}" for name, value in candidate.changes.items()) + "\n"
 
 
-def _memory(arguments: argparse.Namespace, device: str) -> float:
-    """Return the bytes of one device; without one, those of this machine."""
-    if arguments.memory is not None:
-        return arguments.memory * GIB
-    if device == "cuda":
-        return DEVICE_GIB[arguments.device] * GIB
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The device that a plan is for.
+
+    Attributes:
+        text: What it is, for people.
+        device: "cuda" or "cpu".
+        memory: Bytes of one device.
+        known: Its speeds by the makers' data sheets; None: those of this machine, if it is this machine.
+        is_here: Whether it is this machine.
+        bfloat16: The CPU's instructions for products in bfloat16; "" without them.
+    """
+
+    text: str
+    device: str
+    memory: float
+    known: Device | None = None
+    is_here: bool = False
+    bfloat16: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def costs(self, config: PPOConfig) -> Device | None:
+        """Return the device's speeds in the dtype of the job; None if they are unknown."""
+        if self.known is not None or not self.is_here:
+            return self.known
+        speed, bandwidth = product_speed(self.device, training_dtype(config, self.device)), copy_bandwidth(self.device)
+        return Device(speed, bandwidth, link=bandwidth)
+
+
+def training_dtype(config: PPOConfig, device: str) -> str:
+    """Return the dtype in which the policy is trained."""
+    chosen = engine_settings(config.actor_rollout_ref.actor).dtype
+    return chosen if chosen != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
+
+
+def faster_dtype(config: PPOConfig, instructions: str, *, speed: Callable[[str, str], float] = product_speed) -> str:
+    """Return the settings of bfloat16 with the measured speed-up, "" if the job has it or it is no faster."""
+    if training_dtype(config, "cpu") != "float32":
+        return ""
+    speed_up = speed("cpu", "bfloat16") / speed("cpu", "float32")
+    if speed_up < MIN_SPEED_UP:
+        return ""
+    words = " ".join(f"{name}={value}" for name, value in BFLOAT16.items())
+    return f"\n{instructions}: products in bfloat16 are {speed_up:.1f} times as fast here: {words}\n"
+
+
+def expected_step(config: PPOConfig, device: Device, *, on: str) -> str:
+    """Return a line with the expected seconds of a step's stages, by the speeds of the device."""
+    policy, shape = config.actor_rollout_ref, read_shape(str(config.actor_rollout_ref.model.path))
+    value_bytes = 4 if training_dtype(config, "cuda" if device in DEVICES.values() else "cpu") == "float32" else 2
+    model = Model(shape.params, shape.layers, shape.hidden, shape.kv_width, value_bytes)
+    overheads = {} if device in DEVICES.values() else dict.fromkeys(CLUSTER_OVERHEADS, 0.0)
+    costs = Costs(
+        device,
+        model,
+        max_num_seqs=policy.rollout.max_num_seqs,
+        prompt_tokens=config.data.max_prompt_length,
+        **overheads,
+    )
+    tokens = -(-config.data.max_response_length // 2)
+    seconds = stage_seconds(config, costs, tokens=tokens, stages=_model_stages(config))
+    stages = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= MIN_SHOWN_S)
+    return (
+        f"\nexpected step on {on.partition(', ')[0]}: {step_seconds(config, seconds):.1f} s ({stages}), if responses have "
+        f"{tokens} tokens; docs/simulation.md says what this leaves out\n"
+    )
+
+
+def _model_stages(config: PPOConfig) -> set[str]:
+    """Return the stages of the job, besides generation and push, in which a model computes."""
+    roles = set(main_ppo.worker_classes(config))
+    settings = StepSettings(config, roles, hybridrl.RayPPOTrainer)
+    found = {"update_actor"} | ({"old_log_prob"} if computes_old_log_probs(settings) else set())
+    found |= {"ref"} if ppo.uses_reference(config) else set()
+    return found | ({"values", "update_critic"} if ppo.uses_critic(config) else set())
+
+
+def _device(config: PPOConfig, arguments: argparse.Namespace) -> PlannedDevice:
+    """Return the device that the command line names; without a name, this machine."""
+    given = None if arguments.memory is None else arguments.memory * GIB
+    if arguments.device is not None:
+        known, count = DEVICES[arguments.device], config.trainer.n_gpus_per_node * config.trainer.nnodes
+        memory = DEVICE_GIB[arguments.device] * GIB if given is None else given
+        return PlannedDevice(f"{count} x {arguments.device}, {memory / GIB:.0f} GiB each", "cuda", memory, known)
+    here = this_machine()
+    device = "cpu" if config.trainer.device == "cpu" else here.device
+    if given is not None:
+        return PlannedDevice(f"a device of {given / GIB:.0f} GiB ({device})", device, given, is_here=True)
+    fast = here.bfloat16 if device == "cpu" else ""
+    return PlannedDevice(str(here), device, here.memory, is_here=True, bfloat16=fast)
 
 
 @cache

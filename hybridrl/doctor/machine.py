@@ -15,6 +15,7 @@ from hybridrl.doctor.finding import Finding
 from hybridrl.doctor.network import examine_nccl, examine_network
 from hybridrl.rewards.sandbox.job import SandboxUnavailable
 from hybridrl.rewards.sandbox.local import LocalSandbox
+from hybridrl.system.machine import bfloat16_instructions
 
 GIB = 2**30
 MIN_SHM_GIB = 1.0  # Ray's object store of a local cluster takes 0.5 GiB
@@ -121,7 +122,9 @@ def _gpu_models() -> list[str]:
 def _gpu() -> Finding:
     models = _gpu_models()
     if not models:
-        return Finding("GPU", f"none; {os.cpu_count()} cores")
+        found = bfloat16_instructions()
+        advice = f"; {found}: dtype=bfloat16 is faster than float32, `hybridrl plan` measures it" if found else ""
+        return Finding("GPU", f"none; {os.cpu_count()} cores{advice}")
     version = _version("torch") or ""
     change = "install torch for CUDA: this is its CPU build" if version.endswith("+cpu") else ""
     return Finding("GPU", f"{len(models)} x {models[0]}", change)

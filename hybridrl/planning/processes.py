@@ -26,6 +26,7 @@ FLOAT32 = 4
 BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 KEYS_AND_VALUES = 2
 PUSH_BUFFERS = 2
+PROGRAM_BYTES = {"cuda": 0, "cpu": 512 * MIB}  # of Python and its libraries: they share memory with the models on a CPU
 ReadShape = Callable[[str], ModelShape]
 
 
@@ -60,17 +61,19 @@ class Moment:
         parts: What the models in the process hold, together.
         rollout: Bytes of the generation engine.
         buffers: Bytes of buffers that weights are sent in.
+        program: Bytes of the program itself.
     """
 
     name: str
     parts: MemoryParts
     rollout: float = 0.0
     buffers: float = 0.0
+    program: float = 0.0
 
     @property
     def total(self) -> float:
         """Return the sum of all bytes."""
-        return self.parts.total + self.rollout + self.buffers
+        return self.parts.total + self.rollout + self.buffers + self.program
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class PlannedProcess:
         models: Role -> memory of its engine.
         rollout: Memory of the generation engine, if there is one.
         buffers: Bytes of buffers that weights are sent in, during a push.
+        program: Bytes of the program itself.
     """
 
     pool: str
@@ -90,6 +94,7 @@ class PlannedProcess:
     models: Mapping[str, EngineMemory]
     rollout: RolloutMemory | None = None
     buffers: float = 0.0
+    program: float = 0.0
 
     def moments(self) -> list[Moment]:
         """Return the moments of a step that need most."""
@@ -108,7 +113,7 @@ class PlannedProcess:
             ]
         if self.rollout is not None and self.buffers:
             moments.append(Moment("push", _sum(self._while_pushing(rest)), self.rollout.weights, self.buffers))
-        return moments
+        return [replace(moment, program=self.program) for moment in moments]
 
     def _while_pushing(self, rest: Mapping[str, MemoryParts]) -> list[MemoryParts]:
         """Return what the models hold during a push: the actor has its parameters back, and gathers one tensor."""
@@ -158,7 +163,7 @@ def plan_processes(config: PPOConfig, *, read_shape: ReadShape, device: str, mem
                 num_processes=count,
             )
         bucket = config.actor_rollout_ref.rollout.weight_sync.bucket_mb * MIB
-        processes.append(PlannedProcess(pool, count, models, rollout, PUSH_BUFFERS * bucket))
+        processes.append(PlannedProcess(pool, count, models, rollout, PUSH_BUFFERS * bucket, PROGRAM_BYTES[device]))
     return processes
 
 

@@ -3,8 +3,12 @@
 import os
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 CGROUP_MEMORY = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
 def boot_id() -> str:
@@ -41,3 +45,12 @@ def memory_bytes() -> int:
         with suppress(OSError, ValueError), open(path, encoding="ascii") as file:  # "max": no limit
             found.append(int(file.read()))
     return min(found)
+
+
+def bfloat16_instructions() -> str:
+    """Return the CPU's fastest instructions for products in bfloat16, "" without them or if they are unknown."""
+    try:
+        flags = CPU_INFO.read_text().split()
+    except OSError:
+        return ""
+    return next((flag for flag in BFLOAT16_FLAGS if flag in flags), "")

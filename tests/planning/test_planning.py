@@ -1,12 +1,16 @@
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
 from hybridrl import cli, main_ppo
+from hybridrl.cli.plan import faster_dtype
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import compose_settings
 from hybridrl.planning import Devices, candidates, plan_processes, with_settings
+from hybridrl.planning.machine import this_machine
+from hybridrl.testing.engine_reference import save_tiny_qwen2
 from hybridrl.workers.engine.model_shape import ModelShape
 
 GIB = 2**30
@@ -36,6 +40,19 @@ SETTINGS = {
 }
 
 
+SMALL_JOB = [
+    "data.train_files=x",
+    "data.train_batch_size=8",
+    "data.max_prompt_length=32",
+    "data.max_response_length=16",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "trainer.backend=local",
+]
+
+
 @pytest.fixture
 def model(tmp_path):
     folder = tmp_path / "model"
@@ -62,7 +79,7 @@ def planned(config: PPOConfig, gib: float = 80.0):
 def words(model, **changes) -> list[str]:
     chosen = {**SETTINGS, "actor_rollout_ref.model.path": model}
     chosen |= {name.replace("__", "."): value for name, value in changes.items()}
-    return ["plan", *(f"{name}={value}" for name, value in chosen.items())]
+    return ["plan", "--device", "h100", *(f"{name}={value}" for name, value in chosen.items())]
 
 
 def test_a_shared_process_has_every_model_and_a_separate_rollout_has_none():
@@ -161,7 +178,10 @@ def test_the_settings_that_the_command_prints_fit(model, capsys):
     assert cli.main([*words(model), "--apply"]) == 0
     changes = capsys.readouterr().out.replace("\\\n", " ").split()
     assert cli.main([*words(model), *changes]) == 0
-    assert "the job fits as it is" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("8 x h100, 79 GiB each\n")
+    assert "the job fits as it is" in shown and "expected step on 8 x h100: " in shown and "generate" in shown
+    assert "old_log_prob" in shown and ", ref " not in shown  # several mini-batches, no reference
 
 
 def test_wrong_input_is_one_error(model, tmp_path, capsys):
@@ -178,8 +198,44 @@ def test_wrong_input_is_one_error(model, tmp_path, capsys):
 
 
 def test_a_cpu_job_has_the_memory_that_is_given(model, capsys):
-    assert cli.main([*words(model, trainer__device="cpu", trainer__n_gpus_per_node=1), "--memory", "8"]) == 1
-    assert "of 8 GiB" in capsys.readouterr().out
+    chosen = words(model, trainer__device="cpu", trainer__n_gpus_per_node=1)
+    assert cli.main(["plan", *chosen[3:], "--memory", "8"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("a device of 8 GiB (cpu)\n") and "of 8 GiB" in shown
+
+
+def test_without_a_device_the_plan_is_for_this_machine_and_says_so_first(tmp_path, capsys):
+    save_tiny_qwen2(tmp_path / "tiny")
+    job = [f"actor_rollout_ref.model.path={tmp_path / 'tiny'}", *SMALL_JOB]
+    assert cli.main(["plan", *job]) == 0
+    shown = capsys.readouterr().out
+    here = this_machine()
+    assert shown.startswith(f"this machine: {len(os.sched_getaffinity(0))} CPU cores, {here.memory / GIB:.0f} GiB")
+    assert "expected step on this machine" in shown and "of 79 GiB" not in shown
+    assert ", ref " not in shown and "old_log_prob" not in shown  # one mini-batch, whose own log-probs serve
+    assert cli.main(["plan", *job, "actor_rollout_ref.actor.use_kl_loss=true"]) == 0
+    assert ", ref " in capsys.readouterr().out
+
+
+def test_a_cpu_with_products_in_bfloat16_is_said_with_the_speed_up():
+    speeds = {"bfloat16": 9e11, "float32": 3e11}
+    speed = lambda device, dtype: speeds[dtype]  # noqa: E731
+    config = job(actor_rollout_ref__actor__fsdp_config__dtype="auto")
+    advice = faster_dtype(config, "amx_bf16", speed=speed)
+    assert "amx_bf16: products in bfloat16 are 3.0 times as fast here" in advice and "rollout.dtype=bfloat16" in advice
+    chosen = job(actor_rollout_ref__actor__fsdp_config__dtype="bfloat16")
+    assert faster_dtype(chosen, "amx_bf16", speed=speed) == ""
+    speeds["bfloat16"] = 3.1e11
+    assert faster_dtype(config, "avx512_bf16", speed=speed) == ""
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("hybridrl.system.machine.CGROUP_MEMORY", (str(limit), str(tmp_path / "missing")))
+    whole = this_machine().memory
+    for text, expected in (("1073741824\n", 2**30), ("max\n", whole), (f"{2**62}\n", whole)):
+        limit.write_text(text)
+        assert this_machine().memory == expected
 
 
 def test_adapters_train_in_less_memory():

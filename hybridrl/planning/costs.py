@@ -33,21 +33,22 @@ class Device:
 
 @dataclass(frozen=True)
 class Model:
-    """A dense transformer in bfloat16; `kv_width` is key heads times their size."""
+    """A dense transformer; `kv_width` is key heads times their size, `value_bytes` is 2 in bfloat16."""
 
     params: float
     layers: int
     hidden: int
     kv_width: int
+    value_bytes: int = 2
 
     @property
     def weight_bytes(self) -> float:
-        return 2 * self.params
+        return self.value_bytes * self.params
 
     @property
     def kv_bytes(self) -> float:
         """Bytes of keys and values of one token."""
-        return 2 * 2 * self.layers * self.kv_width
+        return 2 * self.value_bytes * self.layers * self.kv_width
 
     def attention_flops(self, tokens: Any) -> Any:
         """Return operations of attention of one new token to this many tokens, a number or an array."""
