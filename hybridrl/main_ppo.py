@@ -24,12 +24,12 @@ from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.run_context import RunContext
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ObjectLost, PlacementError, WorkerLost
+from hybridrl.framework.status import reporting
 from hybridrl.trainer import ppo, recovery
 from hybridrl.trainer import run as run_files
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.roles import ResourcePoolManager, Role
-from hybridrl.trainer.run.status import reporting
 from hybridrl.workers import engine, rollout, weight_transfer
 
 logger = logging.getLogger("hybridrl.main_ppo")  # not __name__, which is __main__ in the program

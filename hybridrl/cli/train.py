@@ -16,20 +16,31 @@ from typing import Any
 
 from hybridrl.cli.data.inspection import PROGRAMS, own_names, program_of, token_lengths
 from hybridrl.cli.data.tasks import TASKS, data_file, task_file
-from hybridrl.cli.plan import USABLE, read_shape, word
+from hybridrl.cli.plan import (
+    BFLOAT16,
+    MIN_SPEED_UP,
+    USABLE,
+    PlannedDevice,
+    bfloat16_speed_up,
+    expected_step,
+    read_shape,
+    word,
+)
 from hybridrl.config import PPOConfig, load_config, model_folder
-from hybridrl.driver.terminal import show
+from hybridrl.driver.terminal import show, show_error
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import validate_config
 from hybridrl.planning.choices import Devices, candidates
+from hybridrl.planning.machine import ThisMachine, this_machine
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 
 MEASURED_ROWS = 2000  # whose lengths are looked at; longer prompts among the others are left out
 ROUND_TO = 32  # tokens
-MAX_RESPONSE = 1024
+MAX_RESPONSE, CPU_RESPONSE = 1024, 256
 UNLIMITED = 4096  # positions of a model that has no limit
-CPU_BATCH, GPU_BATCH = 32, 256  # prompts of a step
+GPU_BATCH = 256  # prompts of a step
+CPU_BATCHES = ((0, 32), (30e6, 8))  # from this number of parameters on
 SFT_BATCH = 64
 LEARNING_RATES = ((0, 3e-4), (30e6, 5e-5), (300e6, 5e-6), (1e9, 1e-6))  # from this number of parameters on
 SFT_LEARNING_RATES = ((0, 1e-3), (30e6, 1e-4), (300e6, 2e-5), (1e9, 1e-5))
@@ -39,29 +50,31 @@ FREQUENCY = 20  # steps between two validations, and between two checkpoints
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use: GPUs of this machine with their memory in bytes, or with 0 its CPU."""
+    """What a run may use: GPUs with their memory in bytes, or with 0 the CPU, and its bfloat16."""
 
     gpus: int
     memory: float
+    bfloat16: str = ""
 
 
 def train(arguments: argparse.Namespace) -> None:
     """Run `hybridrl train`; the training takes the place of this process."""
-    words = command_words(arguments, machine())
+    found = this_machine()
+    words = command_words(arguments, Machine(found.gpus, found.memory, found.bfloat16))
     command = [sys.executable, "-m", *words]
     show(f"python -m {shlex.join(words)}\n")
-    sys.stdout.flush()
+    if words[0] == "hybridrl.main_ppo":
+        show_error(_expected(words[1:], found))
     if not arguments.print:
         os.execv(command[0], command)
 
 
-def machine() -> Machine:
-    """Return what this machine has."""
-    import torch
-
-    if torch.cuda.is_available():
-        return Machine(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory)
-    return Machine(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+def _expected(words: list[str], found: ThisMachine) -> str:
+    """Return the machine and the expected seconds of a step, see `hybridrl plan`."""
+    config = load_config(PPOConfig, words, program="hybridrl train", config_name="ppo_trainer")
+    device = PlannedDevice(str(found), found.device, found.memory, is_here=True)
+    costs = None if config is None else device.costs(config)
+    return "" if config is None or costs is None else f"{found}{expected_step(config, costs, on=str(found))}"
 
 
 def command_words(arguments: argparse.Namespace, found: Machine) -> list[str]:
@@ -124,17 +137,19 @@ def _ppo_settings(about: _About) -> dict[str, Any]:
     shape, positions = read_shape(about.folder), _positions(about.folder)
     prompt = _rounded(about.longest, positions - ROUND_TO)
     gpus = about.machine.gpus
-    batch = min(GPU_BATCH if gpus else CPU_BATCH, about.num_rows)
+    batch = min(GPU_BATCH if gpus else int(_by_size(CPU_BATCHES, shape.params)), about.num_rows)
     chosen = {
         "data.train_batch_size": batch,
         "data.max_prompt_length": prompt,
-        "data.max_response_length": max(1, min(MAX_RESPONSE, positions - prompt)),
+        "data.max_response_length": max(1, min(MAX_RESPONSE if gpus else CPU_RESPONSE, positions - prompt)),
         "data.filter_overlong_prompts": True,
         "actor_rollout_ref.model.path": about.model,
         "actor_rollout_ref.actor.ppo_mini_batch_size": batch,
         "actor_rollout_ref.actor.optim.lr": _by_size(LEARNING_RATES, shape.params),
         "actor_rollout_ref.rollout.name": "vllm" if gpus and find_spec("vllm") else "hf",
     }
+    if not gpus and about.machine.bfloat16 and bfloat16_speed_up() >= MIN_SPEED_UP:
+        chosen |= BFLOAT16
     return chosen | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
 
 

@@ -145,7 +145,7 @@ def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, devic
     chosen = choose(
         memory.shape,
         memory.sizes,
-        budget=devices.budget - others - resting,
+        budget=devices.budget - others - resting - process.program,
         min_tokens=length,
         max_tokens=max(length, min(MAX_TOKENS, rows * length)),
         beside=generating - resting,

@@ -247,3 +247,13 @@ def test_adapters_train_in_less_memory():
     [process] = planned(job(actor_rollout_ref__model__lora_rank=8))
     sizes = process.models["actor"].sizes
     assert replace(sizes, lora_rank=0).trains and sizes.lora_rank == 8
+
+
+def test_on_a_cpu_the_program_itself_has_its_place_in_the_budget():
+    # Token budgets are chosen to fill the memory, in which the program has 0.5 GiB.
+    shape = replace(SHAPE, layers=2)
+    cpu = Devices(read_shape=lambda path: shape, device="cpu", memory=60 * GIB, budget=50 * GIB)
+    config = job(trainer__n_gpus_per_node=1, actor_rollout_ref__rollout__name="hf", data__train_batch_size=8)
+    config = with_settings(config, {"actor_rollout_ref.actor.ppo_mini_batch_size": 8, "trainer.device": "cpu"})
+    found = next(candidates(config, cpu))
+    assert found.problem == "" and found.peak.program == 2**29

@@ -17,6 +17,7 @@ from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import ConfigError
 from hybridrl.framework.context import OnlineRLContext
 from hybridrl.framework.stage import DeviceSlots, StageFn, Wrapper, spec_of, with_spec
+from hybridrl.framework.status import report_long_stages
 from hybridrl.framework.tasks import Task
 from hybridrl.framework.wrapper import StepTimer
 from hybridrl.single_controller.monitoring.tracing import (
@@ -32,7 +33,6 @@ from hybridrl.trainer import run
 from hybridrl.trainer.checkpoint.reading import find_resume_checkpoint
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.middleware import BatchContext, Column
-from hybridrl.trainer.run.status import report_long_stages
 from hybridrl.trainer.run.tracking import Tracking
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from hybridrl.config.plugs import load_plugins
 from hybridrl.driver.program import run_program, set_up_logging
 from hybridrl.driver.run_context import RunContext
 from hybridrl.driver.terminal import show
+from hybridrl.framework.status import reporting
 from hybridrl.trainer import run as run_files
 from hybridrl.trainer.checkpoint.store import newest_checkpoint
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.roles import ResourcePoolManager
-from hybridrl.trainer.run.status import reporting
 from hybridrl.workers import engine
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import pytest
 
 from hybridrl.framework import Task
 from hybridrl.framework.stage import stage
+from hybridrl.framework.status import report_long_stages, reporting
 from hybridrl.trainer.run.middleware import BatchContext
-from hybridrl.trainer.run.status import report_long_stages, reporting
 
 PERIODS = {"first_s": 0.02, "period_s": 0.05}
 
@@ -29,7 +29,7 @@ class Waiting(logging.Handler):
 
 @pytest.fixture
 def handler():
-    log = logging.getLogger("hybridrl.trainer.run.status")
+    log = logging.getLogger("hybridrl.framework.status")
     found = Waiting(2)
     level = log.level
     log.addHandler(found)
