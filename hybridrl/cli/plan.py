@@ -168,7 +168,7 @@ def expected_step(config: PPOConfig, device: Device, *, on: str) -> str:
     policy, shape = config.actor_rollout_ref, read_shape(str(config.actor_rollout_ref.model.path))
     value_bytes = 4 if training_dtype(config, "cuda" if device in DEVICES.values() else "cpu") == "float32" else 2
     model = Model(shape.params, shape.layers, shape.hidden, shape.kv_width, value_bytes)
-    overheads = {} if device in DEVICES.values() else dict.fromkeys(CLUSTER_OVERHEADS, 0.0)
+    overheads: dict[str, Any] = {} if device in DEVICES.values() else dict.fromkeys(CLUSTER_OVERHEADS, 0.0)
     costs = Costs(
         device,
         model,
