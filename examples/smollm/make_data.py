@@ -15,7 +15,7 @@ from data_preprocess.arithmetic import Problem, compute, distinct_problems
 from data_preprocess.command import make_parser, rl_row, run_command, write_parquet
 
 DATA_SOURCE = "word_problems"
-# Without it the model writes a paragraph, and its number comes after the 48 tokens of a response.
+# A response has 48 tokens: room for a sentence and a number.
 INSTRUCTION = "Think in one short sentence, then write the answer."
 SIZES = {"test": 128, "train": 1024}
 

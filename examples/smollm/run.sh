@@ -16,7 +16,7 @@ mkdir -p "$OUT"
 [ -f "$OUT/data/train.parquet" ] || $PYTHON -m examples.smollm.make_data --local_dir "$OUT/data" --seed "$SEED"
 
 SECONDS=0
-echo "== reinforcement learning: 70 steps, at most half an hour on two idle cores"
+echo "== reinforcement learning: 70 steps"
 $PYTHON -m hybridrl.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$OUT/data/train.parquet" \

@@ -29,13 +29,14 @@ YOU = "you: "
 
 def chat(arguments: argparse.Namespace) -> None:
     """Run `hybridrl chat` until the end of the input, /quit or Ctrl-C."""
-    logging.getLogger("hybridrl").setLevel(logging.WARNING)
     with asyncio.Runner() as runner:
         if "://" in arguments.model:
+            logging.getLogger("hybridrl").setLevel(logging.WARNING)
             found = find_model(arguments.model, name=arguments.model_name, key_variable=arguments.key_variable)
             converse(runner, runner.run(found), arguments)
             return
         with model_directory(arguments.model, trust_remote_code=arguments.trust_remote_code) as path:
+            logging.getLogger("hybridrl").setLevel(logging.WARNING)  # a conversion is logged, which takes a while
             model = loaded_model(arguments, path)
             with one_replica(model.setup()) as replicas:
                 opened = contextlib.AsyncExitStack()
