@@ -125,7 +125,7 @@ def test_a_cluster_that_requires_a_token_says_how_to_get_in():
 
 
 def test_an_actor_lives_on_a_cluster_without_tokens():
-    with ray_head() as (folder, address):
+    with ray_head(with_dashboard=True) as (folder, address):
         done = run(ACTOR, **own(folder), RAY_ADDRESS=address)
     assert done.returncode == 0 and done.stdout.split() == ["1", "2"], done.stderr
 

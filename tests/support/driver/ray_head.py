@@ -28,11 +28,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def ray_head(*, token: str | None = None) -> Iterator[tuple[str, str]]:
+def ray_head(*, token: str | None = None, with_dashboard: bool = False) -> Iterator[tuple[str, str]]:
     """Start a cluster of 3 cores and 7 `mark`; yield its directory, which is its HOME too, and its address.
 
     Args:
         token: The cluster requires this one.
+        with_dashboard: As `ray start` does by itself, with the machine's address as the node's.
     """
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:  # short: sockets in it have long names
         environment = os.environ | own(folder)
@@ -40,7 +41,7 @@ def ray_head(*, token: str | None = None) -> Iterator[tuple[str, str]]:
             environment["RAY_AUTH_MODE"] = "token"
             (Path(folder) / ".ray").mkdir()
             (Path(folder) / ".ray" / "auth_token").write_text(token)
-        process, address = _start(Path(folder), environment)
+        process, address = _start(Path(folder), environment, with_dashboard=with_dashboard)
         try:
             yield folder, address
         finally:
@@ -48,13 +49,14 @@ def ray_head(*, token: str | None = None) -> Iterator[tuple[str, str]]:
             process.wait(timeout=60)
 
 
-def _start(folder: Path, environment: dict[str, str]) -> tuple[subprocess.Popen, str]:
+def _start(folder: Path, environment: dict[str, str], *, with_dashboard: bool) -> tuple[subprocess.Popen, str]:
     printed = folder / "printed.txt"
     for _ in range(ATTEMPTS):
         port = free_port()
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-        command += ["--node-ip-address=127.0.0.1", "--num-cpus=3", '--resources={"mark": 7}']
-        command += ["--include-dashboard=false", f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"]
+        command += ["--num-cpus=3", '--resources={"mark": 7}']
+        command += [] if with_dashboard else ["--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"]
         with printed.open("w") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         deadline = time.monotonic() + START_TIMEOUT_S
