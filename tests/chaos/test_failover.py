@@ -6,6 +6,7 @@ same faults.
 
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,13 @@ OTHER_KINDS = {  # kind, then as above
         ("freeze", "next_batch", "critic", 1, ""),
     ],
 }
+SLEEPS = [
+    ("update_actor", "update_actor"),
+    ("old_log_prob", "compute_log_prob"),
+    ("update_weights", "update_weights"),
+]
+NAMED_S = 15.0  # for the held-back errors, the question to the master, and the stacks that it collects
+CHAOS = Path(__file__).parents[1] / "support/chaos"
 PARTS = ["disconnect", "kill", "start", "import", "group", "model", "snapshot", "push"]
 MISTAKES = [
     ("gen", "generate_sequences", "actor_rollout", 0),
@@ -184,6 +192,37 @@ def test_the_rank_that_sleeps_in_a_collective_is_the_one_that_is_replaced(tmp_pa
     after = [stage["pids"] for stage in events(tmp_path, "stage") if stage["at"] > back["detected_at"]]
     assert after and not any(hit["pid"] in pids for pids in after)
     assert not audit(read_ledger(str(tmp_path / "run/ledger.jsonl"))).problems()
+
+
+@pytest.mark.parametrize(
+    ("first", "plugins", "call_timeout_s", "first_s"),
+    [("the call", ["victim.py"], 40, 40), ("a collective", ["victim.py", "late_peers.py"], 300, 30)],
+)
+def test_a_rank_that_sleeps_anywhere_in_a_step_is_named_and_replaced_whichever_deadline_is_the_first(
+    tmp_path, tiny_qwen2, first, plugins, call_timeout_s, first_s
+):
+    changes = {
+        "trainer__master": True,
+        "trainer__total_training_steps": STEPS,
+        "trainer__save_freq": 1,
+        "actor_rollout_ref__actor__calculate_old_log_probs": True,
+    }
+    done = run_with(tmp_path / "undisturbed", tiny_qwen2, timeout_s=900, **changes)
+    assert done.returncode == 0, done.stderr
+    faults = [
+        fault(step, stage, "actor_rollout", 1, kind="hang", method=m) for step, (stage, m) in enumerate(SLEEPS, 2)
+    ]
+    changes["trainer__call_timeout_s"] = call_timeout_s
+    changes["actor_rollout_ref__model__external_lib"] = "[" + ",".join(str(CHAOS / name) for name in plugins) + "]"
+    done = run_with(tmp_path / "asleep", tiny_qwen2, *faults, timeout_s=1500, **changes)
+    assert done.returncode == 0, done.stderr
+    print_seconds(tmp_path / "asleep", f"{first} is the first")
+    named = re.findall(r"actor_rollout-1 blocks it: it .*?is at \S*victim.py", done.stderr)
+    assert len(named) == len(SLEEPS), done.stderr
+    for hit, back in zip(hits(tmp_path / "asleep"), losses(tmp_path / "asleep"), strict=True):
+        assert back["lost"] == ["actor_rollout-1"]
+        assert back["detected_at"] - hit["at"] < first_s + NAMED_S
+    check_ended_the_same(tmp_path / "asleep", tmp_path / "undisturbed", step=STEPS)
 
 
 @pytest.mark.parametrize(("stage", "method", "role", "rank"), MISTAKES)
