@@ -47,7 +47,7 @@ HOMES = {
         "data_plane/serialization.py": "files of batches: plain data only",
         "workers/engine/safe_load.py": "metadata of a checkpoint: its own classes only",
         "workers/engine/megatron/checkpoint.py": "weights_only=True",
-        "config/plain_yaml.py": "a SafeLoader without aliases",
+        "config/introspection.py": "a SafeLoader without aliases",
         "master/job_files/job_file.py": "a SafeLoader",
         "system/child_program.py": OWN_PARENT,
         "rewards/sandbox/inside/first_process.py": OWN_PARENT,

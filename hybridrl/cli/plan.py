@@ -14,10 +14,9 @@ from hybridrl.config.engines import engine_settings
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.planning.choices import ACTOR, Candidate, Devices, candidates
-from hybridrl.planning.costs import DEVICES, Costs, Device, Model
+from hybridrl.planning.costs import DEVICES, Costs, Device, Model, stage_seconds, step_seconds
 from hybridrl.planning.machine import copy_bandwidth, product_speed, this_machine
 from hybridrl.planning.processes import Moment, PlannedProcess
-from hybridrl.planning.step_time import stage_seconds, step_seconds
 from hybridrl.trainer import ppo
 from hybridrl.trainer.ppo.stages import StepSettings, computes_old_log_probs
 from hybridrl.workers.engine.memory_plan import MemoryParts
@@ -28,7 +27,6 @@ USABLE = 0.92  # of a device; the rest is for its libraries, communication and f
 MIN_SPEED_UP = 1.2  # of bfloat16, to be worth its rounding
 BFLOAT16 = {f"{ACTOR}.fsdp_config.dtype": "bfloat16", "actor_rollout_ref.rollout.dtype": "bfloat16"}
 CLUSTER_OVERHEADS = ("update_overhead_s", "call_overhead_s", "push_overhead_s")  # of a job on several GPUs
-MIN_SHOWN_S = 0.05  # of a stage
 PARTS = tuple(field.name for field in fields(MemoryParts))
 
 
@@ -178,7 +176,7 @@ def expected_step(config: PPOConfig, device: Device, *, on: str) -> str:
     )
     tokens = -(-config.data.max_response_length // 2)
     seconds = stage_seconds(config, costs, tokens=tokens, stages=_model_stages(config))
-    stages = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= MIN_SHOWN_S)
+    stages = ", ".join(f"{name} {taken:{'.1f' if taken >= 1 else '.2g'}}" for name, taken in seconds.items())
     return (
         f"\nexpected step on {on.partition(', ')[0]}: {step_seconds(config, seconds):.1f} s ({stages}), if responses "
         f"have {tokens} tokens; docs/simulation.md says what this leaves out\n"

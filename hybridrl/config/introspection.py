@@ -199,7 +199,7 @@ class _Dumper(yaml.SafeDumper):
     """
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write every value out: `plain_yaml` reads no aliases."""
+        """Write every value out: `load_plain_yaml` reads no aliases."""
         return True
 
 
@@ -210,3 +210,20 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 
 _Dumper.add_representer(str, _represent_text)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node. Raises YAMLError for an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(problem="has an alias", problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
+def load_plain_yaml(text: Any) -> Any:
+    """Return the data in a text, bytes or an open file that somebody else may have written.
+
+    Raises:
+        yaml.YAMLError: It is no YAML, or has an alias: a few lines of them stand for billions of values.
+    """
+    return yaml.load(text, Loader=_PlainLoader)  # safe: a SafeLoader

@@ -180,7 +180,7 @@ def test_the_settings_that_the_command_prints_fit(model, capsys):
     assert cli.main([*words(model), *changes]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("8 x h100, 79 GiB each\n")
-    assert "the job fits as it is" in shown and "expected step on 8 x h100: " in shown and "generate" in shown
+    assert "the job fits as it is" in shown and "expected step on 8 x h100: " in shown and "(gen " in shown
     assert "old_log_prob" in shown and ", ref " not in shown  # several mini-batches, no reference
 
 

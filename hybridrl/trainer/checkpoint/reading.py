@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
-from hybridrl.config.introspection import value_text
-from hybridrl.config.plain_yaml import load_plain_yaml
+from hybridrl.config.introspection import load_plain_yaml, value_text
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.trainer.checkpoint.fingerprint import FINGERPRINT_KEY, run_fingerprint

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from hybridrl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from hybridrl.config.introspection import keys
-from hybridrl.config.plain_yaml import load_plain_yaml
+from hybridrl.config.introspection import keys, load_plain_yaml
 from hybridrl.driver.resume_command import FILE as COMMAND_FILE
 from hybridrl.trainer.checkpoint.store import CONFIG, STEP_NAME
 from hybridrl.trainer.run.tracking import SETTINGS_FILE, flatten
