@@ -47,15 +47,19 @@ from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel
 from hybridrl.workers.process_setup import collective_timeout, join_process_group
 
-join_process_group("cpu", call_timeout_s=45.0)
-init_model_parallel(MegatronConfig(), device="cpu", seed=0)
-pipeline = parallel_state.get_pipeline_model_parallel_group()
-found = [collective_timeout(), pipeline._get_backend(torch.device("cpu")).options._timeout]
+found = []
+for call_timeout_s in (45.0, 30.0):
+    join_process_group("cpu", call_timeout_s=call_timeout_s)
+    init_model_parallel(MegatronConfig(), device="cpu", seed=0)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    found += [collective_timeout(), pipeline._get_backend(torch.device("cpu")).options._timeout]
+    assert parallel_state.is_pipeline_last_stage()
+    dist.destroy_process_group()
 print([timeout.total_seconds() for timeout in found])
 """
 
 
-def test_collectives_have_twice_the_time_of_a_call_in_megatrons_groups_too():
+def test_collectives_have_twice_the_time_of_a_call_in_megatrons_groups_too_and_in_those_of_a_second_world():
     pytest.importorskip("megatron.core")
     done = subprocess.run(
         [sys.executable, "-c", GROUPS],
@@ -64,4 +68,4 @@ def test_collectives_have_twice_the_time_of_a_call_in_megatrons_groups_too():
         text=True,
         timeout=200,
     )
-    assert done.stdout.splitlines()[-1:] == ["[90.0, 90.0]"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["[90.0, 90.0, 60.0, 60.0]"], done.stderr

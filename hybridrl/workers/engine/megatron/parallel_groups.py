@@ -33,6 +33,7 @@ class ParallelSizes:
 
 
 _initialized: list[ParallelSizes] = []  # at most one: sizes of this process's groups
+_world: list[dist.ProcessGroup | None] = []  # and the process group that they are parts of
 
 
 def init_model_parallel(config: MegatronConfig, *, device: str, seed: int) -> ParallelSizes:
@@ -50,6 +51,8 @@ def init_model_parallel(config: MegatronConfig, *, device: str, seed: int) -> Pa
         context=config.context_parallel_size,
         expert=config.expert_model_parallel_size,
     )
+    if _world and _world != [dist.group.WORLD]:  # ended, with all its parts, by who made it
+        destroy_model_parallel()
     if parallel_state.model_parallel_is_initialized():
         if [sizes] != _initialized:
             raise ConfigError(
@@ -74,7 +77,7 @@ def init_model_parallel(config: MegatronConfig, *, device: str, seed: int) -> Pa
         tensor_parallel.model_parallel_cuda_manual_seed(
             seed
         )  # new weights need generators, although loading overwrites all
-    _initialized[:] = [sizes]
+    _initialized[:], _world[:] = [sizes], [dist.group.WORLD]
     return sizes
 
 
@@ -82,6 +85,7 @@ def destroy_model_parallel() -> None:
     """Destroy Megatron's groups in this process, so that tests can create others. Collective."""
     parallel_state.destroy_model_parallel()
     _initialized.clear()
+    _world.clear()
 
 
 def mesh_position() -> MeshPosition:
