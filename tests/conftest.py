@@ -99,6 +99,16 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def vllm_groups() -> Iterator[None]:
+    """vLLM keeps its process groups per process: a file with other sizes, or after another world, makes its own."""
+    yield
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    for name, value in [] if state is None else [*vars(state).items()]:
+        if isinstance(value, state.GroupCoordinator):
+            setattr(state, name, None)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster on this machine for the whole session, without dashboard."""

@@ -3,6 +3,7 @@
 `make soak HOURS=1` runs one; `tests/support/soak` says what it is.
 """
 
+import mmap
 import os
 import threading
 from dataclasses import replace
@@ -176,7 +177,10 @@ def test_what_a_process_uses_is_read_from_the_kernel(tmp_path):
     thread = threading.Thread(target=leave.wait)
     thread.start()
     files = [os.open(tmp_path, os.O_RDONLY) for _ in range(5)]
-    memory = b"x" * (64 * MIB)
+    memory = mmap.mmap(
+        -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # not of the allocator, which may have it already
+    memory.write(b"x" * len(memory))
     try:
         after = read_usage("driver", os.getpid())
     finally:
