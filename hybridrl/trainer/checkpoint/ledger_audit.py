@@ -12,7 +12,7 @@ import collections
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridrl.driver.terminal import show, show_error
@@ -45,15 +45,12 @@ class PromptCount:
 
     def __add__(self, other: "PromptCount") -> "PromptCount":
         """Return the count of two runs."""
-        left_out = collections.Counter(self.left_out) + collections.Counter(other.left_out)
-        return PromptCount(
-            drawn=self.drawn + other.drawn,
-            trained=self.trained + other.trained,
-            lost=self.lost + other.lost,
-            repeated=self.repeated + other.repeated,
-            waiting=self.waiting + other.waiting,
-            left_out=dict(left_out),
-        )
+        counts = {
+            one.name: getattr(self, one.name) + getattr(other, one.name)
+            for one in fields(self)
+            if one.name != "left_out"
+        }
+        return PromptCount(**counts, left_out=collections.Counter(self.left_out) + collections.Counter(other.left_out))
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{number} {reason}" for reason, number in self.left_out.items())

@@ -84,8 +84,7 @@ def init_model_parallel(config: MegatronConfig, *, device: str, seed: int) -> Pa
 def destroy_model_parallel() -> None:
     """Destroy Megatron's groups in this process, so that tests can create others. Collective."""
     parallel_state.destroy_model_parallel()
-    _initialized.clear()
-    _world.clear()
+    _initialized[:], _world[:] = [], []
 
 
 def mesh_position() -> MeshPosition:
