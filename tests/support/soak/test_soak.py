@@ -180,7 +180,8 @@ def test_what_a_process_uses_is_read_from_the_kernel(tmp_path):
     memory = mmap.mmap(
         -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )  # not of the allocator, which may have it already
-    memory.write(b"x" * len(memory))
+    for page in range(0, len(memory), mmap.PAGESIZE):
+        memory[page] = 1
     try:
         after = read_usage("driver", os.getpid())
     finally:
