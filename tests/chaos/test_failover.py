@@ -217,7 +217,7 @@ def test_a_rank_that_sleeps_anywhere_in_a_step_is_named_and_replaced_whichever_d
     done = run_with(tmp_path / "asleep", tiny_qwen2, *faults, timeout_s=1500, **changes)
     assert done.returncode == 0, done.stderr
     print_seconds(tmp_path / "asleep", f"{first} is the first")
-    named = re.findall(r"actor_rollout-1 blocks it: it .*?is at \S*victim.py", done.stderr)
+    named = re.findall(r"^actor_rollout-1: it blocks the job: it .*?is at \S*victim.py", done.stderr, re.M)
     assert len(named) == len(SLEEPS), done.stderr
     for hit, back in zip(hits(tmp_path / "asleep"), losses(tmp_path / "asleep"), strict=True):
         assert back["lost"] == ["actor_rollout-1"]
