@@ -26,7 +26,7 @@ $PYTHON -m hybridrl.main_ppo \
   data.max_response_length=48 \
   data.seed="$SEED" \
   actor_rollout_ref.model.path="$MODEL" \
-  actor_rollout_ref.actor.optim.lr=5e-6 \
+  actor_rollout_ref.actor.optim.lr=2e-5 \
   actor_rollout_ref.actor.ppo_mini_batch_size=8 \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
   actor_rollout_ref.actor.use_prefix_grouper=true \
