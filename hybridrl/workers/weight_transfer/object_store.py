@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybridrl.config.capabilities import TransportCapabilities
-from hybridrl.errors import WorkerLost
+from hybridrl.errors import ObjectLost, WorkerLost
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.workers.weight_transfer.base import (
     IncomingWeights,
@@ -88,12 +88,10 @@ def _put(number: int, bucket: Bucket) -> tuple:
 
 
 def _tensors(sent: PushReceipt, timeout_s: float) -> Iterator[NamedTensor]:
-    from ray.exceptions import ObjectLostError
-
     for entries, reference in sent.stored:
         try:
             (array,) = wait_all([reference], role="actor", method="send_weights", timeout_s=timeout_s)
-        except ObjectLostError as error:
+        except ObjectLost as error:
             raise WorkerLost(
                 "actor", 0, "send_weights", f"its weights in the object store were lost with it ({error})"
             ) from error

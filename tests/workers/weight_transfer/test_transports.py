@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.config.schema.workers import WeightSyncConfig
-from hybridrl.errors import CallTimeout, CheckpointError, ConfigError, StaleWeightsError
+from hybridrl.errors import CallTimeout, CheckpointError, ConfigError, StaleWeightsError, WorkerLost
 from hybridrl.system.machine import shared_memory_id
 from hybridrl.workers.weight_transfer import OutgoingWeights, Receivers, disk, make_sender
 from hybridrl.workers.weight_transfer.buckets import fill_buckets, unpack
@@ -194,6 +194,29 @@ def test_stored_weights_can_be_fetched_late_out_of_order_and_twice(name, tmp_pat
         for key, tensor in model_like(version):
             assert torch.equal(arrived[key], tensor.bfloat16() if tensor.is_floating_point() else tensor)
         assert incoming.fingerprint() == fingerprint(arrived.items(), torch.bfloat16)
+
+
+def test_a_sender_that_has_died_is_named_as_the_lost_worker_where_its_stored_weights_are_fetched(ray_cluster):
+    import ray
+
+    actor = ray.remote(num_cpus=0)(StoringSender).remote()
+    push = actor.send.remote()
+    ray.wait([push], timeout=60)
+    ray.kill(actor)
+    receivers, until = Receivers(rank=0, device="cpu", timeout_s=20), time.monotonic() + 30
+    with pytest.raises(WorkerLost) as caught:
+        while time.monotonic() < until:  # Ray frees the objects some time after the death
+            list(receivers.receive(1, ray.get(push)))
+    assert (caught.value.role, caught.value.rank, caught.value.method) == ("actor", 0, "send_weights")
+
+
+class StoringSender:
+    """A trainer's side with the object store, in an actor of its own."""
+
+    def send(self):
+        settings = WeightSyncConfig(transport="object_store", bucket_mb=1)
+        sender = make_sender("object_store", settings, host=HOST, num_receivers=1, device="cpu")
+        return sender.send(1, OutgoingWeights(model_like(1), torch.float32))
 
 
 def test_a_directory_keeps_the_last_version_and_errors_name_what_is_wrong(tmp_path):
