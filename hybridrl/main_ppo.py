@@ -262,6 +262,8 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
 
     An actor with adapters is its own reference policy.
     """
+    if config.only_generates:
+        return {Role.Rollout: hybridrl.ActorRolloutRefWorker} | _reward_model(config)
     separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
     trains = Role.ActorRollout if config.trainer.hybrid_rollout or not separated else Role.Actor
     workers: WorkerClasses = dict.fromkeys(
@@ -273,11 +275,14 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
         workers[Role.RefPolicy] = hybridrl.ActorRolloutRefWorker
     if config.distillation.enabled:
         workers[Role.TeacherModel] = hybridrl.ActorRolloutRefWorker
-    if config.reward_model.enable:
-        workers[Role.RewardModel] = hybridrl.RewardModelWorker
+    workers |= _reward_model(config)
     if config.trainer.eval_n_gpus:
         workers[Role.Evaluator] = hybridrl.ActorRolloutRefWorker
     return workers
+
+
+def _reward_model(config: PPOConfig) -> WorkerClasses:
+    return {Role.RewardModel: hybridrl.RewardModelWorker} if config.reward_model.enable else {}
 
 
 def resource_pools(config: PPOConfig, workers: WorkerClasses) -> ResourcePoolManager:

@@ -170,7 +170,8 @@ class ActorRolloutRefWorker(WeightPushMixin):
             device=self.device,
             trust_remote_code=policy.trust_remote_code,
             override_config=dict(policy.override_config),
-            load_format="dummy",  # the first push brings the weights; nothing is generated before it
+            # A push brings the weights, before which nothing is generated; without an actor there is none.
+            load_format="auto" if self.config.only_generates else "dummy",
             seed=self.config.trainer.seed,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)

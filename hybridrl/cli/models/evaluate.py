@@ -75,6 +75,7 @@ def run_settings(file: str, model: str, folder: Path, n: int) -> list[str]:
         f"actor_rollout_ref.rollout.val_kwargs.n={n}",
         f"actor_rollout_ref.rollout.val_kwargs.do_sample={str(n > 1).lower()}",
         "trainer.val_only=true",
+        "trainer.resume_mode=disable",
         f"trainer.validation_data_dir={folder / 'samples'}",
         f"trainer.default_local_dir={folder}",
     ]

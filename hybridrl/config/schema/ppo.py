@@ -134,3 +134,10 @@ class PPOConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and KL.")
     distillation: DistillationConfig = section(DistillationConfig, "Teachers, and what is learned from them.")
     trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines, checkpoints and logs.")
+
+    @property
+    def only_generates(self) -> bool:
+        """Whether the job validates a model as it is, so that it needs no actor: no checkpoint, no adapters."""
+        policy, trainer = self.actor_rollout_ref, self.trainer
+        separated = policy.rollout.n_gpus_per_node > 0
+        return trainer.val_only and trainer.resume_mode == "disable" and not policy.model.uses_lora and not separated

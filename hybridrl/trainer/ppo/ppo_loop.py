@@ -246,8 +246,8 @@ class PPOLoop(Trainer):
 
     def trained_groups(self) -> dict[str, Any]:
         """Return the groups with a trained engine, by their name in a checkpoint."""
-        critic = self.groups.get(Role.Critic)
-        return {"actor": self.policy.actor} | ({"critic": critic} if critic is not None else {})
+        trained = {"actor": self.policy.actor, "critic": self.groups.get(Role.Critic)}
+        return {name: group for name, group in trained.items() if group is not None}
 
     @property
     def snapshot_freq(self) -> int:

@@ -34,6 +34,8 @@ def uses_critic(config: PPOConfig) -> bool:
 
     A distillation without task rewards uses no estimator.
     """
+    if config.only_generates:
+        return False
     if config.critic.enable is not None:
         return config.critic.enable
     return config.distillation.task_rewards and get_adv_estimator(config.algorithm.adv_estimator).needs_critic
@@ -41,7 +43,8 @@ def uses_critic(config: PPOConfig) -> bool:
 
 def uses_reference(config: PPOConfig) -> bool:
     """Return whether the KL to a reference policy is in the loss or in the reward."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    in_use = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return in_use and not config.only_generates
 
 
 def scores_reference_with_actor(settings: StepSettings) -> bool:

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from hybridrl import cli
-from hybridrl.cli.models.evaluate import default_length
+from hybridrl import Role, cli
+from hybridrl.cli.models.evaluate import default_length, run_settings
+from hybridrl.config import PPOConfig, load_config
 from hybridrl.evaluation.estimates import grouped
+from hybridrl.main_ppo import worker_classes
 from tests.support.end_to_end.runs import settings
 
 
@@ -24,6 +26,14 @@ def test_a_model_is_evaluated_with_all_samples_kept(tmp_path, tiny_qwen2, monkey
     assert "last checkpoint" not in shown and "step 0" not in shown and "validation  openai/gsm8k" in shown
     assert cli.main([*command, *lengths, *own]) == 2
     assert "out: has samples already" in capsys.readouterr().err
+
+
+def test_a_model_is_evaluated_without_an_actor_and_a_checkpoint_with_one(tmp_path, tiny_qwen2):
+    folder = tmp_path / "out"
+    words = [*run_settings("v.parquet", str(tiny_qwen2), folder, 1)[1:], "algorithm.adv_estimator=gae"]
+    assert [*worker_classes(load_config(PPOConfig, words, program="test", config_name="local_debug"))] == [Role.Rollout]
+    words.append("trainer.resume_mode=auto")
+    assert Role.ActorRollout in worker_classes(load_config(PPOConfig, words, program="test", config_name="local_debug"))
 
 
 def test_the_lengths_are_half_of_the_models_positions(tiny_qwen2, tmp_path):

@@ -7,6 +7,8 @@ Actor and rollout are placed in one of three ways:
 * Both (`Role.ActorRollout` and `Role.Rollout`): separated, and the actor's processes have a rollout, too, which
   generates while the trainer waits (`trainer.hybrid_rollout`).
 
+A job that only validates a model has `Role.Rollout` alone.
+
 `RayPPOTrainer` calls the groups in the driver. `RolloutPipeline` generates with them, and pushes weights.
 """
 
@@ -28,23 +30,24 @@ class PolicyWorkers:
     Args:
         groups: Role name -> worker group, as `launch` returns them.
         sleep: Whether to free the rollout's device memory during training on the same device.
+        trains: Whether the job needs an actor.
 
     Attributes:
         hybrid: Group of actor and rollout in the same processes; None without one.
-        actor, rollout, ref: Groups, some of them the same one.
+        actor, rollout, ref: Groups, some of them the same one; without training there is only `rollout`.
         asleep: Whether the rollout has to wake up before it generates or receives weights.
 
     Raises:
         ConfigError: A role of the policy is missing.
     """
 
-    def __init__(self, groups: Mapping[str, Any], *, sleep: bool = False):
+    def __init__(self, groups: Mapping[str, Any], *, sleep: bool = False, trains: bool = True):
         self.hybrid: Any = next((groups[role] for role in HYBRID if role in groups), None)
         self.actor: Any = self.hybrid or groups.get(Role.Actor)
         self.rollout: Any = groups.get(Role.Rollout) or self.hybrid
         self.ref: Any = groups.get(Role.RefPolicy) or self.actor  # an actor with adapters is its own reference
         self.sleep, self.asleep = sleep, False
-        if self.actor is None or self.rollout is None:
+        if self.rollout is None or (trains and self.actor is None):
             raise ConfigError(
                 "the policy needs Role.ActorRollout, or both Role.Actor and Role.Rollout, in role_worker_mapping"
             )
@@ -73,4 +76,4 @@ def make_policy_workers(groups: Mapping[str, Any], manager: ResourcePoolManager,
     on_cuda |= trainer.backend == "local" and trainer.device != "cpu" and torch.cuda.is_available()
     # With a lag, generation in the same process may not be finished when training begins: do not sleep.
     sleep = on_cuda and rollout.free_cache_engine and not trainer.lag and manager.share_a_pool(Role.Actor, Role.Rollout)
-    return PolicyWorkers(groups, sleep=sleep)
+    return PolicyWorkers(groups, sleep=sleep, trains=not config.only_generates)

@@ -35,7 +35,7 @@ from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.columns import PROMPT_INPUT
 from hybridrl.trainer.ppo.policy.generator import Generator, Pending, PendingResponses, Resync
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
-from hybridrl.trainer.ppo.policy.weight_sync import InProcessWeightSync, WeightSync, at_once
+from hybridrl.trainer.ppo.policy.weight_sync import InProcessWeightSync, WeightsOfModel, WeightSync, at_once
 from hybridrl.trainer.ppo.stages import num_chunks, rollout_lag, uses_greedy_baseline
 
 
@@ -166,6 +166,8 @@ class RolloutPipeline:
 
     def _make_sync(self, *, overlaps_training: bool) -> WeightSync:
         workers, settings = self.workers, self.config.actor_rollout_ref.rollout.weight_sync
+        if workers.actor is None:
+            return WeightsOfModel(workers.rollout)
         if workers.rollout is workers.hybrid:
             return InProcessWeightSync(workers.hybrid, settings)
         groups, hybrid = (workers.actor, workers.rollout), workers.hybrid

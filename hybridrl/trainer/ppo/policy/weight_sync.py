@@ -1,7 +1,7 @@
 """`WeightSync`: pushes of the actor's weights to the rollout, each verified at its end.
 
 `RolloutPipeline` uses it in the driver: `InProcessWeightSync`, or with a rollout in processes of its own
-`CrossProcessWeightSync` (`cross_process_sync.py`).
+`CrossProcessWeightSync` (`cross_process_sync.py`). A job that only validates has no actor: `WeightsOfModel`.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,6 +90,36 @@ class InProcessWeightSync:
     def _after(self, version: int, error: BaseException | None) -> None:
         if error is not None:
             self.reset()
+
+
+class WeightsOfModel:
+    """No pushes: the rollout has read its weights from the model's directory."""
+
+    address: Any = None
+    trainer_side: Any = None
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def push(self, version: int, turn: Turn = at_once) -> Pending:
+        """Verify that every rollout process holds the model's weights, which are version 0."""
+        return turn(
+            version, lambda: PendingPush(self._group, self._group.rollout_health.submit(), version, after=_do_nothing)
+        )
+
+    @staticmethod
+    def resend(ranks: Sequence[int]) -> None:
+        """Do nothing: a restarted process reads its weights itself."""
+
+    def cancel(self, reason: str) -> None:
+        """Do nothing: there is no channel."""
+
+    def reset(self) -> None:
+        """Do nothing: there is no channel."""
+
+
+def _do_nothing(version: int, error: BaseException | None) -> None:
+    """Take the end of a push."""
 
 
 @dataclass
