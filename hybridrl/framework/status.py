@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from types import GeneratorType
 from typing import Any
 
+from hybridrl import single_controller
 from hybridrl.framework.stage import StageFn, spec_of
 
 logger = logging.getLogger(__name__)
@@ -21,13 +22,19 @@ FIRST_S, PERIOD_S = 20.0, 60.0  # until the first line, and between later ones
 
 @contextlib.contextmanager
 def reporting(what: str, *, first_s: float = FIRST_S, period_s: float = PERIOD_S) -> Iterator[None]:
-    """Log a line now and then for the duration of the block, such as "step 3, gen (64 rows): 80 s so far"."""
+    """Log a line now and then for the duration of the block.
+
+    For instance "step 3, gen (64 rows): 1,310 of 3,072 tokens, 80 s so far".
+    """
     ended, start = threading.Event(), time.monotonic()
+    single_controller.forget_work()
 
     def report() -> None:
         wait_s = first_s
         while not ended.wait(wait_s):
-            logger.info("%s: %.0f s so far", what, time.monotonic() - start)
+            work = single_controller.ask_work()
+            done = "" if work is None else f"{work}, "
+            logger.info("%s: %s%.0f s so far", what, done, time.monotonic() - start)
             wait_s = period_s
 
     thread = threading.Thread(target=report, name="status", daemon=True)

@@ -16,6 +16,8 @@ from .dispatch import (
 )
 from .invocation import Invocation as Invocation
 from .local_worker_group import LocalWorkerGroup as LocalWorkerGroup
+from .monitoring.work_done import ask_work as ask_work
+from .monitoring.work_done import forget_work as forget_work
 from .placement.node_slots import ResourcePool as ResourcePool
 from .placement.resource_pool import RayResourcePool as RayResourcePool
 from .placement.resource_pool import cluster_has_gpus as cluster_has_gpus

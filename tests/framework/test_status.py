@@ -9,6 +9,7 @@ import pytest
 from hybridrl.framework import Task
 from hybridrl.framework.stage import stage
 from hybridrl.framework.status import report_long_stages, reporting
+from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.trainer.run.middleware import BatchContext
 
 PERIODS = {"first_s": 0.02, "period_s": 0.05}
@@ -46,6 +47,13 @@ def test_what_takes_long_has_lines_until_it_ends(handler):
     num = len(handler.texts)
     assert not [thread for thread in threading.enumerate() if thread.name == "status"]
     assert len(handler.texts) == num
+
+
+def test_a_line_has_what_the_call_in_progress_has_counted(handler):
+    with reporting("step 3, gen (64 rows)", **PERIODS):
+        report_work(1310, 3072, "tokens")
+        assert handler.seen.wait(10)
+    assert handler.texts[-1].startswith("step 3, gen (64 rows): 1,310 of 3,072 tokens, ")
 
 
 @pytest.mark.parametrize("submits", [False, True])

@@ -247,6 +247,10 @@ class Monitor:
 
     # -- activities
 
+    def working(self) -> list[ProcessRecord]:
+        """Return the processes whose last heartbeat has what their call has done. Thread-safe."""
+        return [process for process in list(self.processes.values()) if process.beat.get("work")]
+
     def activities(self) -> list[Activity]:
         """Return what every process that has sent one does, extrapolated from its last heartbeat.
 

@@ -411,6 +411,14 @@ class JobMaster:
         label, _, rank = found.culprit.rpartition("-")
         return label, int(rank), found.evidence
 
+    def work_done(self, timeout_s: float) -> list[tuple[int, int, str]]:
+        """Return what each process that counts has done of its call, by its last heartbeat: done, total, unit.
+
+        Args:
+            timeout_s: As every question to a master has; it is answered at once.
+        """
+        return [tuple(process.beat["work"]) for process in self.master.monitor.working()]
+
     def is_finished(self) -> bool:
         """Return whether the job has ended."""
         return self.master.journal.state.state in JOB_ENDS

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from hybridrl.failure_policy import Decision
@@ -50,6 +50,23 @@ class PartTimes(dict[str, float]):
         found = dict(self)
         self.clear()
         return found
+
+
+class WorkDone(NamedTuple):
+    """What a call has done so far.
+
+    Attributes:
+        done: So many `unit`.
+        total: Of at most so many.
+        unit: "tokens" of a rollout, "rows" of an engine.
+    """
+
+    done: int
+    total: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.done:,} of {self.total:,} {self.unit}"
 
 
 class SpanWriter(Protocol):
@@ -91,6 +108,7 @@ class ProcessState:
         lost_reasons: How actors were lost, by actor id (hex), as the master reported it.
         expects_reports: Whether the master reports every lost worker of this process's job to it.
         start_times: Seconds of those parts of a worker's start that only its process can measure.
+        work: What the call in progress has done so far, if it counts.
         event_loop: Where coroutines run, on a thread of its own; started by the first coroutine.
         lock: Held to change the tables and to start the loop.
     """
@@ -102,6 +120,7 @@ class ProcessState:
     lost_reasons: dict[str, str] = field(default_factory=dict)
     expects_reports: bool = False
     start_times: PartTimes = field(default_factory=PartTimes)
+    work: WorkDone | None = None
     event_loop: asyncio.AbstractEventLoop | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -127,7 +146,7 @@ class ProcessState:
         Ends recording, connection and event loop, and empties the tables.
         """
         trace, master, loop = self.trace, self.master, self.event_loop
-        self.trace = self.master = self.event_loop = None
+        self.trace = self.master = self.event_loop = self.work = None
         self.addresses.clear()
         self.answering.clear()
         self.lost_reasons.clear()

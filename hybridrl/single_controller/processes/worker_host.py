@@ -154,7 +154,7 @@ class WorkerHost:
             doing: `role.method` of the oldest call in progress, or None. elapsed_s: its seconds so far. calls: calls
             started. last_method: `role.method` of the call that ended last. call_number: how many calls of `doing`, or
             else of `last_method`, were started. ended: `role.method` -> seconds of calls that ended since the previous
-            heartbeat.
+            heartbeat. work: what the call in progress has done, as `WorkDone`, if it counts.
         """
         oldest = next(iter(list(self.running.values())), None)
         doing = None if oldest is None else f"{oldest.role}.{oldest.method}"
@@ -168,6 +168,7 @@ class WorkerHost:
             "last_method": self.last_method,
             "call_number": self.calls_started.get(doing or self.last_method or "", 0),
             "ended": ended,
+            "work": PROCESS.work,
         }
 
     def describe(self) -> dict[str, Any]:
@@ -233,6 +234,7 @@ class WorkerHost:
             raise
         finally:
             del self.running[number]
+            PROCESS.work = None
             seconds = time.perf_counter() - call.start
             self.busy_s[name] = self.busy_s.get(name, 0.0) + seconds
             self.finished_calls.append((name, seconds))

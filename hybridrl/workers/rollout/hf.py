@@ -25,6 +25,7 @@ from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import model_errors
+from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import rollout
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens
@@ -164,6 +165,7 @@ class HFRollout(VersionedRollout):
             if history is not None:
                 history.record(rows, steps[unfinished], tokens[unfinished])
                 batch.finished |= history.stopped_before(batch.rows, steps + 1)
+            report_work(int(out.mask.sum()), out.mask.numel(), "tokens")
             num_finished = int(batch.finished.sum())
             if num_finished == len(tokens) or step + 1 == sampling.max_new_tokens:
                 return

@@ -16,6 +16,7 @@ from hybridrl.master.service.journal import history, replay
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.single_controller.cluster import NAMESPACE
 from hybridrl.single_controller.monitoring.process import report_decision
+from hybridrl.single_controller.monitoring.work_done import ask_work
 from hybridrl.system.process_stat import STOPPED, read_process_stat
 from tests.support.master.monitored_process import describe, monitored_adders, wait_for, wait_until_gone
 
@@ -51,8 +52,12 @@ def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
     assert len(events) == 7, events  # start, 2 joins, 2 steps, a commit, end
 
 
-def test_a_driver_finds_busy_processes_without_calling_them(tmp_path):
+def test_a_driver_finds_busy_processes_and_their_work_without_calling_them(tmp_path):
     with monitored_adders(tmp_path, num_ranks=2) as (client, group):
+        counting = group.count.submit(100, 5.0)
+        wait_for(client, lambda seen: str(ask_work()) == "100 of 200 rows")
+        ray.get([*counting])
+        wait_for(client, lambda seen: ask_work() is None)
         busy = [group.execute_rank_async(rank, "doze", 80.0) for rank in range(2)]
         wait_for(client, lambda seen: all(seen["beats"][f"adder-{rank}"]["doing"] == "adder.doze" for rank in range(2)))
         workers = describe(client)["workers"]

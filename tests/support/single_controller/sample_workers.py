@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from hybridrl.errors import CallTimeout
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.process_setup import join_process_group
 
@@ -53,6 +54,12 @@ class Adder(Worker):
     def say(self, words: str) -> None:
         print(f"out: {words}")
         print(f"err: {words}", file=sys.stderr)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count(self, total: int, seconds: float) -> None:
+        """Report half of the work, and wait."""
+        report_work(total // 2, total, "rows")
+        time.sleep(seconds)
 
     def wait_long(self) -> None:
         time.sleep(PEERS_SLEEP_S)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.config.schema.workers import FSDPConfig
 from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
+from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine
 from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
@@ -165,8 +166,10 @@ class FSDPEngine(ShardedEngine):
         """
         how = {"packed": self.config.packed, "shared": self._shares_prefixes}
         grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device)
+        num_rows = sum(map(len, groups))
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
+            report_work(sum(map(len, groups[:number])), num_rows, "rows")
             yield rows, self._count(layout_of(grid, rows, **how)).to(self._device)
 
 

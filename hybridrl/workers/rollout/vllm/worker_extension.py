@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as EngineParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
+from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers.rollout.sampling.logits import TokenHistory
 from hybridrl.workers.rollout.sampling.sampler import (
     SamplingParams,
@@ -48,7 +49,7 @@ class SampledBatch:
 
     keys: (S,) int64, input. tokens: (S, R) int64 and log_probs: (S, R) float32, filled by `draw`. history: of a call
     whose next token depends on it. end_id: the token that makes vLLM end a request whose stop string is complete; not
-    part of the response.
+    part of the response. num_drawn: tokens drawn so far, with those that vLLM discards.
     """
 
     keys: torch.Tensor
@@ -57,6 +58,7 @@ class SampledBatch:
     log_probs: torch.Tensor
     history: TokenHistory | None = None
     end_id: int = 0
+    num_drawn: int = 0
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Draw token number `steps` (N,) of sequences `rows` (N,).
@@ -72,6 +74,8 @@ class SampledBatch:
         # A partly computed prompt draws a token that vLLM discards. The right one overwrites it here later.
         self.tokens[rows, steps] = tokens
         self.log_probs[rows, steps] = log_probs
+        self.num_drawn += len(rows)
+        report_work(self.num_drawn, self.tokens.numel(), "tokens")
         if history is not None:
             stopped = history.stopped_before(rows, steps)
             tokens = tokens.masked_fill(stopped, self.end_id)
