@@ -14,7 +14,7 @@ train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRP
 	PYTHON=$(PYTHON) bash examples/quickstart/run.sh
 
 # What lint needs has the packages that read a GGUF file, and matplotlib.
-real: .venv/lint.stamp ## SEED=1: set up, then a real model learns: SmolLM2-135M, GRPO, 70 steps
+real: .venv/lint.stamp ## SEED=1: set up, then a real model learns: SmolLM2-135M, GRPO, 40 steps
 	SEED=$(SEED) PYTHON=$(PYTHON) bash examples/smollm/run.sh
 
 # Tests often wait for processes, so three files at a time, each with a Ray cluster of its own, keep two cores at work. The longest

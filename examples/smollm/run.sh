@@ -16,7 +16,7 @@ mkdir -p "$OUT"
 [ -f "$OUT/data/train.parquet" ] || $PYTHON -m examples.smollm.make_data --local_dir "$OUT/data" --seed "$SEED"
 
 SECONDS=0
-echo "== reinforcement learning: 70 steps"
+echo "== reinforcement learning: 40 steps"
 $PYTHON -m hybridrl.main_ppo \
   algorithm.adv_estimator=grpo \
   data.train_files="$OUT/data/train.parquet" \
@@ -26,7 +26,7 @@ $PYTHON -m hybridrl.main_ppo \
   data.max_response_length=48 \
   data.seed="$SEED" \
   actor_rollout_ref.model.path="$MODEL" \
-  actor_rollout_ref.actor.optim.lr=2e-5 \
+  actor_rollout_ref.actor.optim.lr=1e-5 \
   actor_rollout_ref.actor.ppo_mini_batch_size=8 \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
   actor_rollout_ref.actor.use_prefix_grouper=true \
@@ -35,10 +35,13 @@ $PYTHON -m hybridrl.main_ppo \
   actor_rollout_ref.rollout.dtype=bfloat16 \
   actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.rollout.temperature=0.6 \
+  actor_rollout_ref.rollout.val_kwargs.do_sample=true \
+  actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \
+  actor_rollout_ref.rollout.val_kwargs.n=2 \
   custom_reward_function.path=examples/smollm/reward.py \
-  trainer.total_training_steps=70 \
-  trainer.test_freq=35 \
-  trainer.save_freq=35 \
+  trainer.total_training_steps=40 \
+  trainer.test_freq=20 \
+  trainer.save_freq=20 \
   trainer.max_ckpt_to_keep=1 \
   trainer.logger=[console,jsonl] \
   trainer.rollout_data_dir="$OUT/grpo/rollouts" \
