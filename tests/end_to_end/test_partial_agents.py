@@ -54,7 +54,7 @@ PROGRAM = """
 import sys, time
 import httpx, openai
 
-server, has_begun = sys.argv[1], False
+server, has_begun, num_played = sys.argv[1], False, 0
 with httpx.Client(timeout=60) as client:
     while True:
         try:
@@ -71,9 +71,12 @@ with httpx.Client(timeout=60) as client:
         policy = openai.OpenAI(base_url=episode["base_url"], api_key="none")
         messages = [dict(message) for message in episode["row"]["raw_prompt"]]
         try:
-            for _ in range(2):
+            for turn in range(2):
+                # The first push waits for the end of the second batch: from here on, episodes of the third are open.
+                time.sleep(1.5 if turn and num_played >= 8 else 0.0)
                 said = policy.chat.completions.create(model=episode["model"], messages=messages, max_tokens=20)
                 messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "?"}]
+            num_played += 1
             reward = len(messages[1]["content"]) % 3
             client.post(f"{server}/v1/episodes/{episode['session']}/end", json={"reward": reward})
         except (openai.APIError, httpx.TransportError):  # the run has ended, or a trainer has recovered
@@ -97,10 +100,11 @@ PARTIAL = {
 SEPARATED = {"trainer__backend": "ray", "trainer__n_gpus_per_node": 1, f"{ROLLOUT}n_gpus_per_node": 2}
 
 
-def run(folder: Path, model: Path, *, kills_at: int | None = None, **changes: object) -> list:
+def run(folder: Path, model: Path, *, kills_at: int | None = None, slower_s: float = 0.0, **changes: object) -> list:
     """Train, and return the batches of all steps as the policy was trained on them.
 
     kills_at: step in which the second rollout process is killed while it generates.
+    slower_s: seconds by which each update of the actor takes longer.
     """
     batches = []
 
@@ -117,6 +121,7 @@ def run(folder: Path, model: Path, *, kills_at: int | None = None, **changes: ob
 
         def update_actor(self, ctx):
             super().update_actor(ctx)
+            time.sleep(slower_s)
             batches.append(ctx.batch)
 
     folder.mkdir(exist_ok=True)
@@ -277,7 +282,7 @@ def test_a_program_outside_goes_on_through_pushes_and_in_a_resumed_run(tmp_path,
     }
     program = [sys.executable, "-c", PROGRAM, f"http://127.0.0.1:{port}"]
     with subprocess.Popen(program):
-        batches = run(tmp_path / "whole", tiny_qwen2, **changes)
+        batches = run(tmp_path / "whole", tiny_qwen2, slower_s=4.0, **changes)
     assert len(batches) == 5 and all(batch.batch["reward_valid"].all() for batch in batches)
     rows = [row["async/age_max"] for row in metrics(tmp_path / "whole/run") if "async/age_max" in row]
     assert max(rows) <= 2
