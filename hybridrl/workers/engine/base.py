@@ -59,12 +59,14 @@ class LoRA:
         alpha: The change is scaled by alpha / r.
         target_modules: Last name components of the adapted layers, or "all-linear".
         path: Directory of a saved adapter to start from, which has its own layers. None: new adapters.
+        head: Adapt the output embedding, too. Such adapters cannot be merged if it is tied to the input embedding.
     """
 
     rank: int
     alpha: float
     target_modules: tuple[str, ...] = ("all-linear",)
     path: str | None = None
+    head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,17 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device == "cuda" else torch.float32
     return getattr(torch, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of AdamW for one step. `grad_clip` 0: gradients are not clipped."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    grad_clip: float
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def chosen_layers(model: nn.Module, lora: LoRA, saved: Mapping[str, torch.Tensor
     Raises:
         ConfigError: As for `add_adapters`.
     """
-    layers = _layers(model)
+    layers = _layers(model, with_head=lora.head)
     chosen = _chosen(layers, lora.target_modules) if saved is None else _saved_layers(layers, saved, lora)
     largest = max(min(layers[name].in_features, layers[name].out_features) for name in chosen)
     if lora.rank > largest:
@@ -177,12 +177,12 @@ def _adapted(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Linear]:
+def _layers(model: nn.Module, *, with_head: bool) -> dict[str, nn.Linear]:
     """Return the plain linear layers by name.
 
-    The output head is left out, because it is often tied to the embedding.
+    The output head is left out unless it is asked for, because it is often tied to the embedding.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = None if with_head else getattr(model, "get_output_embeddings", lambda: None)()
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
 
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.errors import NonFiniteError
 from hybridrl.workers import engine
-from hybridrl.workers.engine.base import EngineSetup, MeshPosition, StateTensors
+from hybridrl.workers.engine.base import EngineSetup, MeshPosition, StateTensors, StepOptions
 from hybridrl.workers.engine.batching.layout import TokenLayout
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,12 @@ class ShardedEngine(ABC):
             self.num_updates += 1
         self._drop_gradients()
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
+
+    def use_step_options(self, options: StepOptions) -> None:
+        """Take the next steps with these options instead of those of the settings, without a schedule."""
+        optim = OptimConfig(lr=options.lr, betas=options.betas, weight_decay=options.weight_decay)
+        self.config = replace(self.config, optim=optim, grad_clip=options.grad_clip or math.inf)
+        self._set_options({**adam_options(optim), "eps": options.eps})
 
     def save(self, directory: str) -> None:
         self._load_to_device(params=True, optimizer=True)
