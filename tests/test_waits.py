@@ -54,6 +54,11 @@ EXCEPTIONS = {
         "actor._call(name, args, kwargs, record).result()": CALL,
         "argument.wait()": CALL,
     },
+    "training_service/client.py": {
+        "pending.result()": "its own default: an hour",
+        "self.pending(request_id, json.loads).result()": "the same",
+    },
+    "training_service/program.py": {"stop_requested.wait()": SERVICE},
     "serving/agent_loop/batch.py": {
         "self.work.wait()": CALL,
         "raised.wait()": LOOP,

@@ -18,6 +18,7 @@
     hybridrl view RUN ...                     a web page about runs: curves, samples, settings, timeline, failures
     hybridrl export CHECKPOINT DIRECTORY      a checkpoint's policy as Hugging Face safetensors, verified
     hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
+    hybridrl serve-training MODEL             a model that clients train and sample by Tinker's API
     hybridrl doctor [RUN]                     what is wrong with this machine or with a run, and what to change
     hybridrl eval TASK MODEL_OR_URL           how often a model answers right, with confidence intervals and samples
     hybridrl plan key=value ...               the memory that a job needs of its devices, and settings that fit

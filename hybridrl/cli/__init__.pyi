@@ -12,6 +12,7 @@ from .models.evaluate import evaluate as evaluate
 from .models.export import export as export
 from .models.export import export_checkpoint as export_checkpoint
 from .models.serve import serve as serve
+from .models.serve_training import serve_training as serve_training
 from .plan import plan as plan
 from .project.create import create_project as create_project
 from .runs import examine as examine

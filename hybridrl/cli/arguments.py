@@ -23,6 +23,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_view(commands)
     _add_export(commands)
     _add_serve(commands)
+    _add_serve_training(commands)
     _add_doctor(commands)
     _add_eval(commands)
     _add_chat(commands)
@@ -175,6 +176,25 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
     _add_engine(serve)
     serve.set_defaults(run_command="serve")
+
+
+def _add_serve_training(commands: argparse._SubParsersAction) -> None:
+    what = "let clients of Tinker's API train and sample a model, until Ctrl-C"
+    serve = commands.add_parser("serve-training", help=what, description=what)
+    serve.add_argument("model", help="the base model's directory or Hugging Face name")
+    serve.add_argument("--port", type=int, default=8010, help="0: any free port")
+    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; needs --keys")
+    serve.add_argument("--backend", choices=("local", "ray"), default="local", help="local: all in this process")
+    serve.add_argument("--name", help="what clients call the base model; default: MODEL as written")
+    serve.add_argument("--store", default="training_service", help="directory of sessions and weights")
+    serve.add_argument("--keys", help="JSON file with the keys of the tenants; see docs/training_service.md")
+    serve.add_argument("--max-rank", type=int, default=32, help="highest rank of adapters; 0: train all weights")
+    serve.add_argument("--max-length", type=int, help="tokens of a sequence; default: the model's, at most 4096")
+    serve.add_argument("--micro-batch-tokens", type=int, default=16384, help="tokens that are computed together")
+    serve.add_argument("--session-timeout-s", type=float, default=300.0, help="a silent client's session ends")
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _add_trust(serve)
+    serve.set_defaults(run_command="serve_training")
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:

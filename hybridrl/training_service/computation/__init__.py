@@ -1,0 +1,1 @@
+"""The training worker: passes, steps, samples. It knows no sessions and no keys."""

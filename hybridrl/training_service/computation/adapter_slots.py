@@ -1,0 +1,229 @@
+"""Several models behind one engine: each has a slot with its trained tensors, and one slot at a time is in the engine.
+
+The training worker owns the table. A slot has adapters (or, without LoRA, all weights), Adam's state and gradients. The
+engine's adapters have the highest rank that the server allows and every kind of layer. A slot of a lower rank has zeros
+in the remaining rows of A and columns of B, and zeros in the layers that it does not train: their gradients are exactly
+zero, so AdamW leaves them zero.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hybridrl.errors import ConfigError
+from hybridrl.workers.engine.lora import LoRALinear, draw_A
+
+ALPHA = 32.0  # Tinker's messages have none; "LoRA Without Regret" (Thinking Machines, 2025) has 32 for every rank
+ATTENTION = re.compile(r"(^|[._])(self_attn|attn|attention|self_attention|linear_attn|mixer)(\.|$)")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TrainedLayers:
+    """What a model trains. `rank` 0: all weights.
+
+    Attributes:
+        rank: Rank of the adapters.
+        seed: Seed of A.
+        train_attn: Whether layers of the attention have adapters.
+        train_mlp: The same of all other layers of a block.
+        train_unembed: The same of the output embedding.
+    """
+
+    rank: int
+    seed: int = 0
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+    def trains(self, layer: str, *, is_head: bool) -> bool:
+        """Return whether a layer has an adapter."""
+        if is_head:
+            return self.train_unembed
+        return self.train_attn if ATTENTION.search(layer) else self.train_mlp
+
+
+@dataclass
+class ModelSlot:
+    """A model's state: `tensors` by name, `moments` by "NAME.exp_avg" and so on, and gradients by name."""
+
+    adapter: TrainedLayers
+    tensors: Tensors
+    moments: Tensors = field(default_factory=dict)
+    steps: Tensors = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    num_updates: int = 0
+
+
+class SlotTable:
+    """The slots of one engine.
+
+    Args:
+        engine: A trained engine of this process, with adapters of rank `max_rank` or without any.
+        max_rank: 0: the engine trains all weights.
+    """
+
+    def __init__(self, engine: Any, *, max_rank: int):
+        self._engine, self._max_rank = engine, max_rank
+        state = engine.state_tensors()
+        [self._model], [self._optimizer] = state.modules, state.optimizers
+        named = self._model.named_parameters()
+        self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._initial = {name: _local(parameter).clone() for name, parameter in self._parameters.items()}
+        self._slots: dict[str, ModelSlot] = {}
+        self._active: str | None = None
+
+    def create(self, name: str, adapter: TrainedLayers) -> None:
+        """Add a slot with new adapters, or with the weights on the disk.
+
+        Raises:
+            ConfigError: The rank is not one that this server trains, or no layer is trained.
+        """
+        self._check(adapter)
+        self.drop(name)
+        tensors = self._new_adapters(adapter) if adapter.rank else {n: t.clone() for n, t in self._initial.items()}
+        self._slots[name] = ModelSlot(adapter, tensors)
+
+    def _check(self, adapter: TrainedLayers) -> None:
+        if self._max_rank == 0 and adapter.rank:
+            raise ConfigError(f"rank={adapter.rank}: this server trains all weights; use rank=0")
+        if self._max_rank and not 1 <= adapter.rank <= self._max_rank:
+            raise ConfigError(
+                f"rank={adapter.rank}: this server trains adapters of rank 1 to {self._max_rank}, which --max-rank sets"
+            )
+        if adapter.rank and not (adapter.train_attn or adapter.train_mlp or adapter.train_unembed):
+            raise ConfigError("train_attn, train_mlp and train_unembed are all false: nothing would be trained")
+
+    def _new_adapters(self, adapter: TrainedLayers) -> Tensors:
+        """Return A as a model with adapters of this rank alone would draw it, and B = 0, both padded with zeros."""
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in self._initial.items()}
+        generator, head = torch.Generator().manual_seed(adapter.seed), self._model.get_output_embeddings()
+        for layer, module in self._layers():
+            if adapter.trains(layer, is_head=module is head):
+                drawn = torch.empty(adapter.rank, module.in_features)
+                draw_A(drawn, generator)
+                tensors[f"{layer}.lora_A"][: adapter.rank] = drawn
+        return tensors
+
+    def _layers(self) -> Iterator[tuple[str, LoRALinear]]:
+        return ((name, module) for name, module in self._model.named_modules() if isinstance(module, LoRALinear))
+
+    def adapter(self, name: str) -> TrainedLayers:
+        """Return what a slot trains."""
+        return self._slots[name].adapter
+
+    def use(self, name: str) -> ModelSlot:
+        """Put a slot into the engine, and what was there back into its own."""
+        if self._active != name:
+            self._take_out()
+            self._put_in(self._slots[name])
+            self._active = name
+        return self._slots[name]
+
+    @torch.no_grad()
+    def _take_out(self) -> None:
+        if self._active is None:
+            return
+        slot = self._slots[self._active]
+        for name, parameter in self._parameters.items():
+            slot.tensors[name].copy_(_local(parameter))
+            slot.gradients[name], parameter.grad = parameter.grad, None
+            state = self._optimizer.state[parameter]
+            slot.steps[name] = state["step"].clone()
+            for moment in MOMENTS:
+                key = f"{name}.{moment}"
+                slot.moments.setdefault(key, torch.empty_like(slot.tensors[name])).copy_(_local(state[moment]))
+        slot.num_updates = self._engine.num_updates
+        self._active = None
+
+    @torch.no_grad()
+    def _put_in(self, slot: ModelSlot) -> None:
+        for name, parameter in self._parameters.items():
+            _local(parameter).copy_(slot.tensors[name])
+            parameter.grad = slot.gradients.get(name)
+            state = self._optimizer.state[parameter]
+            state["step"].copy_(slot.steps.get(name, torch.zeros(())))
+            for moment in MOMENTS:
+                stored = slot.moments.get(f"{name}.{moment}")
+                _local(state[moment]).zero_() if stored is None else _local(state[moment]).copy_(stored)
+        self._engine.num_updates = slot.num_updates
+        for _, module in self._layers():
+            module.scale = ALPHA / slot.adapter.rank
+
+    def drop(self, name: str) -> None:
+        """Forget a slot."""
+        if self._active == name:
+            self._take_out()
+        self._slots.pop(name, None)
+
+    def trained(self, name: str) -> Tensors:
+        """Return copies of a slot's tensors without padding: adapters of layers that it trains, or all weights."""
+        self._take_out()
+        slot = self._slots[name]
+        return {key: tensor.clone() for key, tensor in self._unpadded(slot.adapter, slot.tensors).items()}
+
+    def state(self, name: str) -> tuple[Tensors, int]:
+        """Return a slot's tensors and Adam's state, without padding and gradients, and its number of updates."""
+        self._take_out()
+        slot = self._slots[name]
+        found = self._unpadded(slot.adapter, slot.tensors)
+        for moment in MOMENTS:
+            moments = {key: slot.moments.get(f"{key}.{moment}", torch.zeros(0)) for key in slot.tensors}
+            if slot.moments:
+                kept = self._unpadded(slot.adapter, moments)
+                found |= {f"{key}.{moment}": tensor for key, tensor in kept.items()}
+        found |= {f"{key}.step": step.reshape(1) for key, step in slot.steps.items() if key in found}
+        return {key: tensor.contiguous() for key, tensor in found.items()}, slot.num_updates
+
+    def load(self, name: str, adapter: TrainedLayers, tensors: Mapping[str, torch.Tensor], *, num_updates: int) -> None:
+        """Make a slot of what `state` returned; of tensors alone, one with a new optimizer.
+
+        Raises:
+            ConfigError: As for `create`, or tensors are missing or of another shape.
+        """
+        self.create(name, adapter)
+        slot, padded = self._slots[name], {key: torch.zeros_like(tensor) for key, tensor in self._initial.items()}
+        places = self._unpadded(adapter, padded)
+        if missing := sorted(key for key in places if key not in tensors or tensors[key].shape != places[key].shape):
+            raise ConfigError(f"the saved weights do not fit this model: {missing[0]} is missing or of another shape")
+        for key, place in places.items():
+            place.copy_(tensors[key])
+        slot.tensors, slot.num_updates = padded, num_updates
+        if any(key.endswith(".exp_avg") for key in tensors):
+            self._load_moments(slot, tensors)
+
+    def _load_moments(self, slot: ModelSlot, tensors: Mapping[str, torch.Tensor]) -> None:
+        for moment in MOMENTS:
+            moments = {key: torch.zeros_like(tensor) for key, tensor in self._initial.items()}
+            for key, place in self._unpadded(slot.adapter, moments).items():
+                place.copy_(tensors[f"{key}.{moment}"])
+            slot.moments |= {f"{key}.{moment}": tensor for key, tensor in moments.items()}
+        steps = {key: tensors[f"{key}.step"].reshape(()) for key in self._initial if f"{key}.step" in tensors}
+        last = max(steps.values(), default=torch.zeros(()))
+        slot.steps = {key: steps.get(key, last).clone() for key in self._initial}
+
+    def _unpadded(self, adapter: TrainedLayers, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Return views of the parts of tensors that a slot trains."""
+        if not adapter.rank:
+            return dict(tensors)
+        head, found = self._model.get_output_embeddings(), {}
+        for layer, module in self._layers():
+            if adapter.trains(layer, is_head=module is head):
+                found[f"{layer}.lora_A"] = tensors[f"{layer}.lora_A"][: adapter.rank]
+                found[f"{layer}.lora_B"] = tensors[f"{layer}.lora_B"][:, : adapter.rank]
+        return found
+
+
+def without_optimizer(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return a state without Adam's part."""
+    ends = tuple(f".{name}" for name in (*MOMENTS, "step"))
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

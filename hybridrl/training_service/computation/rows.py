@@ -1,0 +1,78 @@
+"""Turn the data of a pass into rows for an engine, and an engine's outputs back into arrays per datum.
+
+The training worker calls it. A datum of N tokens becomes a row of N + 1: an engine computes the log-prob of a response
+token from the state before it, and here every token has targets. The last token is a filler that nothing reads.
+
+Shapes: B rows, T longest datum, K most targets of a position.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hybridrl.protocol import DataProto
+from hybridrl.training_service.computation.losses import LOSSES, TARGETS
+from hybridrl.training_service.wire import Datum, Pass
+from hybridrl.workers.engine.base import TokenTerm
+
+LOG_PROBS = "target_log_probs"
+ROW = "row"
+
+
+def target_log_probs(log_probs_CV: torch.Tensor, targets_CK: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs (C,K) of given tokens."""
+    return log_probs_CV.gather(-1, targets_CK)
+
+
+TERMS = {LOG_PROBS: TokenTerm(target_log_probs, (TARGETS,))}
+
+
+def rows_of(request: Pass) -> DataProto:
+    """Return the rows of a pass: tokens and masks, targets (B,T,K), and the inputs of its loss (B,T,K)."""
+    data = request.data
+    B, T = len(data), max(len(datum.tokens) for datum in data)
+    input_ids, attention_mask = torch.zeros(B, T + 1, dtype=torch.int64), torch.zeros(B, T + 1, dtype=torch.int64)
+    for row, datum in enumerate(data):
+        input_ids[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens)
+        attention_mask[row, : len(datum.tokens) + 1] = 1
+    columns = {name: _column(data, name, T) for name in (TARGETS, *LOSSES[request.loss_fn].inputs)}
+    tensors = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "response_mask": attention_mask[:, 1:].clone(),
+        ROW: torch.arange(B),
+        **columns,
+    }
+    return DataProto.from_dict(tensors=tensors)
+
+
+def _column(data: Sequence[Datum], name: str, T: int) -> torch.Tensor:
+    K = max(_targets(datum).shape[1] for datum in data)
+    column = torch.zeros(len(data), T, K, dtype=torch.int64 if name == TARGETS else torch.float32)
+    for row, datum in enumerate(data):
+        shape = _targets(datum).shape
+        values = datum.inputs.get(name)  # `weights` may be missing: each position counts once then
+        array = np.ones(shape, np.float32) if values is None else values.reshape(shape)
+        column[row, : shape[0], : shape[1]] = torch.from_numpy(np.ascontiguousarray(array))
+    return column
+
+
+def _targets(datum: Datum) -> np.ndarray:
+    targets = datum.inputs[TARGETS]
+    return targets if targets.ndim == 2 else targets[:, None]
+
+
+def arrays_of(log_probs_BTK: torch.Tensor, data: Sequence[Datum]) -> list[np.ndarray]:
+    """Return the log-probs of each datum in the shape of its targets."""
+    found = []
+    for row, datum in enumerate(data):
+        N, K = _targets(datum).shape
+        found.append(log_probs_BTK[row, :N, :K].numpy().reshape(datum.inputs[TARGETS].shape))
+    return found
+
+
+def metrics_of(losses: Mapping[int, float], data: Sequence[Datum]) -> dict[str, float]:
+    """Return the metrics of a pass. The sum runs in the order of the data, whatever the micro-batches were."""
+    num_tokens = sum(len(datum.tokens) for datum in data)
+    return {"loss:sum": sum(losses[row] for row in range(len(data))), "num_tokens:sum": float(num_tokens)}

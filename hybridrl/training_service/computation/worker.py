@@ -1,0 +1,246 @@
+"""`TrainingServiceWorker`: the process that computes for the training service.
+
+It has an FSDP engine with a table of slots, and a sampler. The service calls it, one call at a time. It knows no
+sessions, sequence numbers or keys.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.config.schema.workers import FSDPConfig, OptimConfig, RolloutConfig
+from hybridrl.errors import ConfigError, NonFiniteError
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller.dispatch import Dispatch, register
+from hybridrl.single_controller.worker import Worker
+from hybridrl.training_service.computation.adapter_slots import ALPHA, SlotTable, TrainedLayers, without_optimizer
+from hybridrl.training_service.computation.losses import LOSSES, TARGETS, check_data, checked_config
+from hybridrl.training_service.computation.rows import LOG_PROBS, ROW, TERMS, arrays_of, metrics_of, rows_of
+from hybridrl.training_service.computation.snapshot_sampler import AdapterRollout, SnapshotSampler, TokenScores, Version
+from hybridrl.training_service.computation.weight_files import SavedModel, new_directory, read_model, write_model
+from hybridrl.training_service.wire import Pass
+from hybridrl.workers.engine.base import EngineSetup, LoRA, LossFn, MicroBatching, StepOptions
+from hybridrl.workers.engine.peft_format import write_adapter
+from hybridrl.workers.engine_worker import make_engine
+from hybridrl.workers.process_setup import init_worker_process
+from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens
+from hybridrl.workers.rollout.requests import Request, TokenOutput
+
+NOTE = "note"  # file beside the weights, with what the service wants to know about them
+MAX_SEQUENCES = 64  # generated together
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker computes with.
+
+    Attributes:
+        path: Directory of the base model.
+        max_rank: Highest rank of adapters; 0: all weights are trained.
+        max_length: Tokens of a sequence.
+        micro_batch_tokens: Tokens that are computed together.
+        device: "auto", "cpu" or "cuda".
+        num_threads: See `init_worker_process`.
+        trust_remote_code: Run Python code that comes with the model.
+    """
+
+    path: str
+    max_rank: int = 32
+    max_length: int = 4096
+    micro_batch_tokens: int = 16384
+    device: str = "auto"
+    num_threads: int | None = None
+    trust_remote_code: bool = False
+
+
+class TrainingServiceWorker(Worker):
+    """See above."""
+
+    def __init__(self, settings: WorkerSettings):
+        self.settings = settings
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model twice, for training and for sampling."""
+        device = init_worker_process(device=self.settings.device, num_threads=self.settings.num_threads)
+        self._engine: Any = make_engine("fsdp", self._engine_setup(device))
+        self._engine.setup()
+        self._slots = SlotTable(self._engine, max_rank=self.settings.max_rank)
+        rollout = AdapterRollout(self._rollout_setup(device), max_rank=self.settings.max_rank)
+        self._sampler = SnapshotSampler(rollout, read=_read_version)
+        [model] = self._engine.state_tensors().modules
+        self._vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def vocabulary(self) -> int:
+        """Return how many tokens the model has."""
+        return self._vocabulary
+
+    def _engine_setup(self, device: str) -> EngineSetup:
+        settings = self.settings
+        return EngineSetup(
+            kind="causal_lm",
+            path=settings.path,
+            settings=FSDPConfig(reshard_after_forward=False),
+            trust_remote_code=settings.trust_remote_code,
+            device=device,
+            optim=OptimConfig(),
+            lora=LoRA(settings.max_rank, ALPHA, head=True) if settings.max_rank else None,
+            whole_logits=True,
+            token_terms=TERMS,
+        )
+
+    def _rollout_setup(self, device: str) -> RolloutSetup:
+        settings = self.settings
+        tokens = load_special_tokens(settings.path, trust_remote_code=settings.trust_remote_code)
+        return RolloutSetup(
+            settings.path,
+            RolloutConfig(name="hf", max_num_seqs=MAX_SEQUENCES),
+            tokens.eos_ids,
+            tokens.pad_id,
+            max_prompt_length=1,
+            max_response_length=settings.max_length - 1,
+            device=device,
+            trust_remote_code=settings.trust_remote_code,
+        )
+
+    # -- models
+
+    @register(Dispatch.ONE_TO_ALL)
+    def create(self, model: str, adapter: TrainedLayers) -> None:
+        """Make a new model."""
+        self._slots.create(model, adapter)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, model: str, directory: str, *, with_optimizer: bool) -> TrainedLayers:
+        """Make a model of saved weights and return what it trains."""
+        saved, tensors = read_model(Path(directory))
+        if with_optimizer and not saved.has_optimizer:
+            raise ConfigError("these weights were saved without an optimizer; load them with optimizer=false")
+        kept = tensors if with_optimizer else without_optimizer(tensors)
+        self._slots.load(model, saved.adapter, kept, num_updates=saved.num_updates if with_optimizer else 0)
+        return saved.adapter
+
+    @register(Dispatch.ONE_TO_ALL)
+    def drop(self, model: str) -> None:
+        """Forget a model."""
+        self._slots.drop(model)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self, model: str, directory: str, *, with_optimizer: bool, note: str | None = None) -> None:
+        """Write a model's weights into a new directory, with Adam's state if wanted.
+
+        Args:
+            model: The model.
+            directory: Appears by a rename.
+            with_optimizer: Whether training can continue from it as if it had not stopped.
+            note: Text for a file `note` beside the weights.
+        """
+        tensors, num_updates = self._slots.state(model)
+        if not with_optimizer:
+            tensors = without_optimizer(tensors)
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise NonFiniteError("the model's weights are not finite; nothing is saved. Load earlier weights")
+        saved = SavedModel(self._slots.adapter(model), num_updates, with_optimizer, self.settings.path)
+        with new_directory(Path(directory)) as partial:
+            write_model(partial, saved, tensors)
+            if note is not None:
+                (partial / NOTE).write_text(note, encoding="utf-8")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export(self, model: str, directory: str, *, note: str) -> None:
+        """Write a model's adapters in peft's format. Raises ConfigError for a model without adapters."""
+        adapter = self._slots.adapter(model)
+        if not adapter.rank:
+            raise ConfigError("save_weights_external writes adapters in peft's format, and this model has none")
+        tensors = {name: tensor.cpu() for name, tensor in self._slots.trained(model).items()}
+        with new_directory(Path(directory)) as partial:
+            write_adapter(tensors, str(partial), lora=LoRA(adapter.rank, ALPHA), base=self.settings.path)
+            (partial / NOTE).write_text(note, encoding="utf-8")
+
+    # -- training
+
+    @register(Dispatch.ONE_TO_ALL)
+    def run_pass(self, model: str, request: Pass) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Run a forward or a forward_backward; return the log-probs of each datum's targets, and metrics.
+
+        Raises:
+            DataError: The request cannot be computed. No gradient was added.
+        """
+        config = checked_config(request)
+        check_data(request, vocabulary=self._vocabulary, max_length=self.settings.max_length)
+        self._slots.use(model)
+        rows, longest = rows_of(request), max(len(datum.tokens) for datum in request.data) + 1
+        micro = MicroBatching(max_tokens=max(longest, self.settings.micro_batch_tokens))
+        found, losses = torch.zeros(rows.batch[TARGETS].shape), dict[int, float]()
+        loss_fn = _loss_of(request, config, found, losses)
+        if request.forward_only:
+            outputs = self._engine.forward(rows, micro, outputs=(LOG_PROBS,))
+            loss_fn(outputs, rows)
+        else:
+            self._engine.forward_backward(rows, micro, loss_fn, outputs=(LOG_PROBS,))
+        return arrays_of(found, request.data), metrics_of(losses, request.data)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def optimizer_step(self, model: str, options: StepOptions) -> dict[str, float]:
+        """Update a model with its gradients; return metrics. Without gradients nothing changes."""
+        slot = self._slots.use(model)
+        self._engine.use_step_options(options)
+        report = self._engine.optimizer_step()
+        slot.num_updates = self._engine.num_updates
+        return {
+            "grad_norm:mean": report["grad_norm"] if math.isfinite(report["grad_norm"]) else -1.0,
+            "skipped:max": report["skipped"],
+            "num_updates:max": float(slot.num_updates),
+        }
+
+    # -- sampling
+
+    @register(Dispatch.ONE_TO_ALL)
+    def publish(self, model: str, version: str, *, note: str | None = None) -> None:
+        """Make a version for sampling of a model's weights; its name is its directory."""
+        self.save(model, version, with_optimizer=False, note=note)
+        self._sampler.put(version, (self._slots.adapter(model), self._slots.trained(model)))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def retire(self, version: str) -> None:
+        """Forget a version for sampling."""
+        self._sampler.drop(version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sample(self, version: str, requests: list[Request], slice_s: float) -> list[TokenOutput]:
+        """Generate with a version for one time slice, see `SnapshotSampler.serve`."""
+        return self._sampler.serve(version, requests, slice_s=slice_s)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def scores(
+        self, version: str, tokens: Sequence[int], *, temperature: float, num_top: int, targets: np.ndarray | None
+    ) -> TokenScores:
+        """Return what a version predicts for given tokens, see `AdapterRollout.scores`."""
+        return self._sampler.scores(version, tokens, temperature=temperature, num_top=num_top, targets=targets)
+
+
+def _loss_of(request: Pass, config: dict[str, float], found_BTK: torch.Tensor, losses: dict[int, float]) -> LossFn:
+    """Return the loss of a pass. It stores the log-probs and the loss of each row, too."""
+    loss = LOSSES[request.loss_fn]
+
+    def loss_fn(outputs: dict[str, torch.Tensor], rows: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        log_probs, mask = outputs[LOG_PROBS], rows.batch["response_mask"][..., None].bool()
+        columns = {name: rows.batch[name] for name in loss.inputs}
+        losses_bTK = torch.where(mask, loss.fn(log_probs, columns, config), 0.0)
+        found_BTK[rows.batch[ROW].cpu()] = log_probs.detach().cpu()
+        per_row = losses_bTK.detach().double().sum((1, 2)).cpu().tolist()
+        losses.update(zip(rows.batch[ROW].tolist(), per_row, strict=True))
+        return losses_bTK.sum(), {}
+
+    return loss_fn
+
+
+def _read_version(directory: str) -> Version:
+    saved, tensors = read_model(Path(directory))
+    return saved.adapter, tensors

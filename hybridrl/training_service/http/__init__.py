@@ -1,0 +1,1 @@
+"""The training service over HTTP: Tinker's routes below `/api/v1`."""

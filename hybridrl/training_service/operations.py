@@ -1,0 +1,230 @@
+"""`ModelLane`: run the operations of one model in the order of their numbers.
+
+The executor runs its jobs in its own thread. An operation fails with an answer of its own, and the next one runs.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.training_service import wire
+from hybridrl.training_service.computation.adapter_slots import TrainedLayers
+from hybridrl.training_service.state.ledger import Operation, StoredAnswer, failure
+from hybridrl.training_service.state.records import ClientSession, Sampler, TrainedModel
+from hybridrl.training_service.state.store import SCHEME, Entry, Store, entry_text, expiry, read_entry
+from hybridrl.workers.engine.base import StepOptions
+
+logger = logging.getLogger(__name__)
+CREATING = ("create_model", "load_weights")
+OPTIONS = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+BELOW_ONE = 1 - 1e-9
+RANGES = {  # eps is above 0: unused parts of adapters have neither gradients nor moments, and 0 / 0 is no number
+    "learning_rate": (0.0, 1e3),
+    "beta1": (0.0, BELOW_ONE),
+    "beta2": (0.0, BELOW_ONE),
+    "eps": (1e-30, 1.0),
+    "weight_decay": (0.0, 1e3),
+    "grad_clip_norm": (0.0, 1e9),
+}
+
+
+class ModelLane:
+    """The operations of one model.
+
+    Args:
+        model: The model.
+        session: Its session, which gets the sampling sessions that the model makes.
+        store: Where named weights are.
+        worker: The calls of the training worker.
+        lock: The executor's.
+        is_full: Whether the server trains all weights.
+    """
+
+    def __init__(
+        self, model: TrainedModel, session: ClientSession, *, store: Store, worker: Any, lock: Any, is_full: bool
+    ):
+        self.model, self._session, self._store, self._worker = model, session, store, worker
+        self._lock, self._is_full = lock, is_full
+        self.tenant = model.tenant.name
+
+    def next_job(self) -> Callable[[], None] | None:
+        operation = None if self.model.broken else self.model.ledger.next()
+        return None if operation is None else lambda: self._run(operation)
+
+    def recover(self, state: Path) -> None:
+        """Load the state that the model had when the last server ended."""
+        [self.model.adapter] = self._worker.load(self.model.id, str(state), with_optimizer=True)
+
+    def _run(self, operation: Operation) -> None:
+        """Run an operation and store its answer. If it cannot be stored, the model runs nothing more."""
+        state = self.model.ledger.state(operation.seq_id)
+        try:
+            body = self._result(operation)
+            answer = body if isinstance(body, StoredAnswer) else StoredAnswer(json.dumps(body).encode())
+        except Exception as error:
+            answer = failure(error)
+        has_state = b'"error"' not in answer.body[:9] and operation.kind in (*CREATING, "optim_step")
+        try:
+            if has_state:
+                note = answer.packed(operation.digest).decode()
+                self._worker.save(self.model.id, str(state), with_optimizer=True, note=note)
+            with self._lock:
+                self.model.ledger.finish(operation, answer, has_state=has_state)
+        except Exception as error:
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        logger.error("model %s runs nothing more: its state cannot be stored", self.model.id, exc_info=error)
+        with self._lock:
+            self.model.broken = f"the server could not store the model's state ({error}); load its last checkpoint"
+            self.model.end(self.model.broken)
+
+    def _result(self, operation: Operation) -> StoredAnswer | Mapping[str, Any]:
+        if self.model.adapter is None and operation.kind not in CREATING:
+            raise DataError(f"{self.model.id} was not created; the answer of its creation has the reason")
+        if operation.kind == "forward_backward":
+            return self._pass(operation)
+        run = {
+            "create_model": self._create,
+            "load_weights": self._load,
+            "optim_step": self._step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._export,
+        }[operation.kind]
+        return run(json.loads(operation.body), operation)
+
+    # -- one function per kind
+
+    def _create(self, body: Mapping[str, Any], _: Operation) -> Mapping[str, Any]:
+        if self.model.refused:
+            raise ConfigError(self.model.refused)
+        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
+        if kind != "adamw":
+            raise ConfigError(f"optimizer_config.type={kind!r} is not supported; use adamw")
+        adapter = read_adapter_config(body.get("lora_config"), is_full=self._is_full)
+        self._worker.create(self.model.id, adapter)
+        self.model.adapter = adapter
+        return {"model_id": self.model.id, "type": "create_model"}
+
+    def _load(self, body: Mapping[str, Any], operation: Operation) -> Mapping[str, Any]:
+        if operation.seq_id > 1:
+            raise DataError(f"LoadWeights is not permitted with seq_id {operation.seq_id}: it is a model's first")
+        if self.model.refused:
+            raise ConfigError(self.model.refused)
+        place, _ = self._store.find(body["path"], owner=self.tenant)
+        with_optimizer = bool(body.get("optimizer"))
+        [self.model.adapter] = self._worker.load(self.model.id, str(place), with_optimizer=with_optimizer)
+        return {"path": body["path"], "model_id": self.model.id, "type": "load_weights"}
+
+    def _pass(self, operation: Operation) -> StoredAnswer:
+        request = wire.read_pass(operation.body)
+        [(log_probs, metrics)] = self._worker.run_pass(self.model.id, request)
+        self.model.loss = metrics["loss:sum"]
+        return StoredAnswer(wire.pass_output(log_probs, metrics), wire.PROTOBUF)
+
+    def _step(self, body: Mapping[str, Any], _: Operation) -> Mapping[str, Any]:
+        options = read_step_options(body.get("adam_params") or body.get("optimizer_params") or {})
+        [metrics] = self._worker.optimizer_step(self.model.id, options)
+        return {"metrics": metrics, "type": "optim_step"}
+
+    def _save(self, body: Mapping[str, Any], operation: Operation) -> Mapping[str, Any]:
+        place, note = self._named(body, operation, "weights")
+        self._worker.save(self.model.id, str(place), with_optimizer=True, note=note)
+        return {"path": self._path(place), "type": "save_weights"}
+
+    def _save_for_sampler(self, body: Mapping[str, Any], operation: Operation) -> Mapping[str, Any]:
+        kind = "save_weights_for_sampler"
+        if body.get("path") is not None:
+            place, note = self._named(body, operation, "sampler_weights")
+            self._worker.publish(self.model.id, str(place), note=note)
+            return {"path": self._path(place), "type": kind}
+        number = body.get("sampling_session_seq_id")
+        if type(number) is not int or number < 0:
+            raise DataError(f"sampling_session_seq_id={number!r}: {kind} needs it, or a name as path")
+        version = str(self._session.directory / "samplers" / str(number))
+        self._worker.publish(self.model.id, version, note=None)
+        with self._lock:
+            sampler = self._new_sampler(number, version, is_inflight=body.get("kind") == "inflight")
+        return {"sampling_session_id": sampler.id, "type": kind}
+
+    def _new_sampler(self, number: int, version: str, *, is_inflight: bool) -> Sampler:
+        model, session = self.model, self._session
+        sampler = Sampler(f"{session.id}:sample:{number}", session.id, model.tenant, model.base_model, version)
+        if is_inflight:
+            model.inflight, sampler.inflight_of = version, model.id
+        session.samplers[number] = sampler
+        session.write()
+        return sampler
+
+    def _export(self, body: Mapping[str, Any], operation: Operation) -> Mapping[str, Any]:
+        place, note = self._named(body, operation, "external_weights")
+        self._worker.export(self.model.id, str(place), note=note)
+        size = sum(file.stat().st_size for file in place.iterdir())
+        return {"path": self._path(place), "size_bytes": size, "type": "save_weights_external"}
+
+    def _named(self, body: Mapping[str, Any], operation: Operation, kind: str) -> tuple[Path, str]:
+        """Return the directory of new named weights, and their entry.
+
+        Raises:
+            DataError: The name is taken, or the tenant's storage is full.
+        """
+        model, adapter = self.model, self.model.adapter
+        assert adapter is not None, "operations run after the model was created"
+        place = self._store.place(model.id, kind, body.get("path"))
+        request = f"{model.id}:{operation.seq_id}"
+        existing = read_entry(place)
+        if existing is not None and existing.request != request and not body.get("overwrite"):
+            raise DataError(f"{self._path(place)} exists; use another name, or overwrite=true")
+        used = self._store.used_bytes(owner=self.tenant) >> 20
+        if used >= model.tenant.max_storage_mb:
+            raise DataError(f"{used} MB are stored, of {model.tenant.max_storage_mb} for this key; delete checkpoints")
+        parts = {name: value for name, value in asdict(adapter).items() if name.startswith("train_")}
+        entry = Entry(
+            owner=self.tenant,
+            request=request,
+            time=time.time(),
+            base_model=model.base_model,
+            rank=adapter.rank,
+            expires_at=expiry(body.get("ttl_seconds")),
+            metadata=body.get("user_metadata"),
+            train=parts,
+        )
+        return place, entry_text(entry)
+
+    def _path(self, place: Path) -> str:
+        return f"{SCHEME}{self.model.id}/{place.parent.name}/{place.name}"
+
+
+def read_adapter_config(given: Any, *, is_full: bool) -> TrainedLayers:
+    """Return what a model is to train. Raises ConfigError."""
+    if not isinstance(given, Mapping) or type(given.get("rank")) is not int:
+        raise ConfigError(f"lora_config={given!r}: must have a rank; {'0 trains all weights' if is_full else 'use 32'}")
+    parts = {f"train_{part}": bool(given.get(f"train_{part}", True)) for part in ("attn", "mlp", "unembed")}
+    seed = given.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise ConfigError(f"lora_config.seed={seed!r}: must be a whole number")
+    return TrainedLayers(given["rank"], seed=(seed or 0) % 2**62, **parts)
+
+
+def read_step_options(given: Mapping[str, Any]) -> StepOptions:
+    """Return the options of an optimizer step. Raises DataError out of range."""
+    if unknown := given.keys() - OPTIONS.keys() - {"type"}:
+        raise DataError(f"adam_params has {', '.join(sorted(unknown))}; AdamW has {', '.join(OPTIONS)}")
+    values = OPTIONS | {name: value for name, value in given.items() if name in OPTIONS}
+    for name, value in values.items():
+        low, high = RANGES[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise DataError(f"adam_params.{name}={value!r}: must be a number from {low:g} to {high:g}")
+    return StepOptions(
+        lr=float(values["learning_rate"]),
+        betas=(float(values["beta1"]), float(values["beta2"])),
+        eps=float(values["eps"]),
+        weight_decay=float(values["weight_decay"]),
+        grad_clip=float(values["grad_clip_norm"]),
+    )

@@ -1,0 +1,134 @@
+"""Start a training service in this process: the training worker, the store's lock, and the HTTP server if wanted."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import ConfigError
+from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.worker_group import ClassWithInitArgs
+from hybridrl.system.directory_lock import lock_directory
+from hybridrl.training_service.computation.worker import TrainingServiceWorker, WorkerSettings
+from hybridrl.training_service.http.routes import TrainingEndpoint
+from hybridrl.training_service.service import ServiceSettings, TrainingService
+from hybridrl.training_service.state.store import Store
+from hybridrl.training_service.state.tenants import read_tenants
+from hybridrl.workers.engine.hf_model import overridden_config
+
+DEFAULT_MAX_LENGTH = 4096
+LOCK_TIMEOUT_S = 10.0  # for the processes of a server that was killed
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """What a user chooses about a service. The command's options have the same names.
+
+    Attributes:
+        model: Directory of the base model.
+        name: As clients call it; default: the directory.
+        store: Directory of sessions and weights. A new server with the same one goes on with its sessions.
+        max_rank: Highest rank of adapters; 0: all weights are trained.
+        max_length: Tokens of a sequence; default: the model's limit, at most `DEFAULT_MAX_LENGTH`.
+        keys: File with the tenants' keys.
+    """
+
+    model: str
+    name: str | None = None
+    store: str = "training_service"
+    max_rank: int = 32
+    max_length: int | None = None
+    keys: str | None = None
+    session_timeout_s: float = 300.0
+    micro_batch_tokens: int = 16384
+    device: str = "auto"
+    num_threads: int | None = None
+    trust_remote_code: bool = False
+
+
+@contextlib.contextmanager
+def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
+    """Run a service during a block, without HTTP.
+
+    Raises:
+        ConfigError: An option cannot be used, or another server has the store.
+    """
+    if options.max_rank < 0 or options.session_timeout_s <= 0 or options.micro_batch_tokens < 1:
+        raise ConfigError("--max-rank must be 0 or more, --session-timeout-s and --micro-batch-tokens above 0")
+    tenants, store = read_tenants(options.keys), Store(Path(options.store).absolute())
+    max_length = _max_length(options)
+    with lock_directory(str(store.root), timeout_s=LOCK_TIMEOUT_S):
+        path = os.path.abspath(options.model) if os.path.isdir(options.model) else options.model
+        settings = ServiceSettings(
+            options.name or options.model, path, options.max_rank, max_length, options.session_timeout_s
+        )
+        _check_store(store, settings)
+        group = LocalWorkerGroup(None, ClassWithInitArgs(TrainingServiceWorker, _worker(options, path, max_length)))
+        worker: Any = group.calls  # each call returns a list with one result
+        worker.init_model()
+        [vocabulary] = worker.vocabulary()
+        service = TrainingService(settings, store, worker=worker, vocabulary=vocabulary, tenants=tenants)
+        service.start()
+        try:
+            yield service
+        finally:
+            service.stop()
+
+
+def _worker(options: ServiceOptions, path: str, max_length: int) -> WorkerSettings:
+    return WorkerSettings(
+        path,
+        max_rank=options.max_rank,
+        max_length=max_length,
+        micro_batch_tokens=options.micro_batch_tokens,
+        device=options.device,
+        num_threads=options.num_threads,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _max_length(options: ServiceOptions) -> int:
+    found = overridden_config(options.model, {}, trust_remote_code=options.trust_remote_code).get_text_config()
+    limit = getattr(found, "max_position_embeddings", None)
+    if options.max_length is None:
+        return min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+    if options.max_length < 2 or (limit is not None and options.max_length > limit):
+        raise ConfigError(f"--max-length={options.max_length}: must be from 2 to the {limit} positions of the model")
+    return options.max_length
+
+
+def _check_store(store: Store, settings: ServiceSettings) -> None:
+    """Raise ConfigError if the store is of a server with another model: its states would not fit."""
+    described = f"{settings.path}\nmax_rank={settings.max_rank}\n"
+    place = store.root / "server.txt"
+    if place.exists() and (found := place.read_text(encoding="utf-8")) != described:
+        raise ConfigError(
+            f"--store={store.root}: belongs to a server of {' with '.join(found.split())}; name another one, or start "
+            "the server as before"
+        )
+    place.write_text(described, encoding="utf-8")
+
+
+def serve_forever(
+    options: ServiceOptions, *, host: str, port: int, on_start: Callable[[TrainingEndpoint], None]
+) -> None:
+    """Serve until Ctrl-C or SIGTERM. `on_start` is called once the server listens."""
+    with open_service(options) as service:
+        asyncio.run(_serve(TrainingEndpoint(service, host=host, port=port), on_start))
+
+
+async def _serve(endpoint: TrainingEndpoint, on_start: Callable[[TrainingEndpoint], None]) -> None:
+    stop_requested = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not in the main thread: the caller cancels this coroutine
+            asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
+    await endpoint.start()
+    on_start(endpoint)
+    try:
+        await stop_requested.wait()
+    finally:
+        await endpoint.stop()

@@ -1,0 +1,332 @@
+"""`TrainingService`: the verbs of Tinker's API, without HTTP.
+
+`routes` and the Python client call it, from any thread; what computes runs in the executor's thread. Every verb takes
+the tenant that calls, and finds only what is that tenant's. Bodies are those of the API. Errors:
+
+    DataError   the request is wrong                 NotFound    there is no such thing
+    Gone        it has ended, or is forgotten        Conflict    a number has another request
+    Busy        the tenant has too much in flight
+
+What goes wrong in an operation is in its answer.
+"""
+
+import json
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.errors import DataError, HybridRLError
+from hybridrl.training_service import wire
+from hybridrl.training_service.computation.snapshot_sampler import BASE
+from hybridrl.training_service.executor import JobExecutor
+from hybridrl.training_service.operations import ModelLane
+from hybridrl.training_service.sampling import SampleLane, SampleOperation, digest_of, read_sample
+from hybridrl.training_service.state.ledger import Conflict, StoredAnswer, failure
+from hybridrl.training_service.state.records import ClientSession, Sampler, TrainedModel, write_model_file
+from hybridrl.training_service.state.session_table import Gone, SessionTable
+from hybridrl.training_service.state.store import NotFound, Store
+from hybridrl.training_service.state.tenants import Tenant, Tenants
+
+logger = logging.getLogger(__name__)
+MAX_SESSIONS = 256  # of a tenant that have not ended
+MAX_SAMPLERS = 4096  # of a session
+MAX_SAMPLE_ANSWERS = 16384  # of a sampling session that can be fetched
+MAX_NUMBER = 10**9
+
+
+class Busy(HybridRLError):
+    """The tenant has as much in flight as it may have. Try again."""
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """What the service offers.
+
+    Attributes:
+        base_model: Name of the base model, as clients call it.
+        path: Its directory.
+        max_rank: Highest rank of adapters; 0: all weights are trained.
+        max_length: Tokens of a sequence.
+        session_timeout_s: A session whose client is silent for so long has ended.
+    """
+
+    base_model: str
+    path: str
+    max_rank: int
+    max_length: int
+    session_timeout_s: float = 300.0
+
+
+class TrainingService:
+    """See above. `worker`: the calls of a group with one training worker, whose model is loaded."""
+
+    def __init__(
+        self, settings: ServiceSettings, store: Store, *, worker: Any, vocabulary: int, tenants: Tenants | None = None
+    ):
+        self.settings, self.store, self.tenants = settings, store, tenants or Tenants()
+        self.table = SessionTable(store, base_model=settings.base_model)
+        self._worker, self._vocabulary = worker, vocabulary
+        self._executor = JobExecutor()
+        self._lock = self._executor.lock
+        self._sample_lanes: dict[tuple[str, str], SampleLane] = {}
+
+    def start(self) -> None:
+        """Go on with what an earlier server has left, and begin to compute."""
+        for session, model in self.table.read(self.tenants):
+            lane = self._add_lane(session, model)
+            if (state := model.ledger.recover()) is not None:
+                lane.recover(state)
+            waiting = sum(1 for _ in model.ledger.waiting())
+            logger.info("model %s goes on after operation %d; %d run again", model.id, model.ledger.done, waiting)
+        self._executor.start()
+
+    def stop(self) -> None:
+        """Stop computing. What has not run will, when a server is started with the same store."""
+        self._executor.stop()
+
+    # -- sessions
+
+    def create_session(self, tenant: Tenant, body: Mapping[str, Any]) -> str:
+        """Return the id of a new session."""
+        with self._lock:
+            if sum(not one.ended for one in self.table.of(tenant)) >= MAX_SESSIONS:
+                raise Busy(f"{MAX_SESSIONS} sessions of this key are open; finish some")
+            session_id = secrets.token_hex(8)
+            session = ClientSession(session_id, tenant, self.store.session(session_id), body.get("user_metadata"))
+            session.name = body.get("display_name")
+            self.table.add(session)
+            return session_id
+
+    def heartbeat(self, tenant: Tenant, session_id: str) -> None:
+        """Keep a session open. Raises Gone once it has ended."""
+        with self._lock:
+            self.table.find_open(tenant, session_id)
+
+    def finish(self, tenant: Tenant, session_id: str, reason: str) -> None:
+        """End a session. The first reason stays."""
+        with self._lock:
+            self._end(self.table.find(tenant, session_id), reason)
+
+    def end_silent(self) -> None:
+        """End sessions whose clients have been silent for too long, and delete expired weights."""
+        with self._lock:
+            limit = time.monotonic() - self.settings.session_timeout_s
+            for session in [one for one in self.table.open() if one.last_seen < limit]:
+                self._end(session, f"its client was silent for {self.settings.session_timeout_s:g} s")
+            self.store.remove_expired()
+
+    def _end(self, session: ClientSession, reason: str) -> None:
+        if session.ended:
+            return
+        logger.info("session %s has ended: %s. Its models and snapshots are dropped", session.id, reason)
+        session.ended = reason
+        session.write()
+        self._executor.add(f"end of {session.id}", _Once(session.tenant.name, lambda: self._clear(session)))
+
+    def _clear(self, session: ClientSession) -> None:
+        """Free what a session that has ended holds. Runs in the executor's thread, between operations."""
+        with self._lock:
+            self._executor.remove(f"end of {session.id}")
+            for model in session.models.values():
+                self._executor.remove(model.id)
+                model.end(f"session {session.id} has ended: {session.ended}")
+        for model in session.models.values():
+            self._worker.drop(model.id)
+            for name in ("operations", "state"):
+                shutil.rmtree(model.ledger.directory / name, ignore_errors=True)
+        for sampler in session.samplers.values():
+            if sampler.version.startswith(str(session.directory)):
+                self._worker.retire(sampler.version)
+        shutil.rmtree(session.directory / "samplers", ignore_errors=True)
+
+    # -- models
+
+    def create_model(self, tenant: Tenant, kind: str, body: Mapping[str, Any]) -> str:
+        """Make a model (`create_model`, or `load_weights` of a path), and return the id of the request."""
+        with self._lock:
+            session = self.table.find_open(tenant, body.get("session_id"))
+            number = _number(body, "model_seq_id")
+            model = session.models.get(number) or self._new_model(session, number, body)
+            model.ledger.accept(0, kind, _canonical({**body, "session_id": None}))
+            self._executor.notify()
+            return f"{model.id}:0"
+
+    def _new_model(self, session: ClientSession, number: int, body: Mapping[str, Any]) -> TrainedModel:
+        stored = {"metadata": body.get("user_metadata"), "refused": self._refusal(session.tenant, body)}
+        write_model_file(session.model_directory(number), stored)
+        model = self.table.add_model(session, number, stored)
+        self._add_lane(session, model)
+        return model
+
+    def _refusal(self, tenant: Tenant, body: Mapping[str, Any]) -> str | None:
+        """Return why a model is not made, or None."""
+        if body.get("base_model") not in (None, self.settings.base_model):
+            return f"base_model={body['base_model']!r}: this server has {self.settings.base_model!r}"
+        num_models = sum(len(one.models) for one in self.table.of(tenant) if not one.ended)
+        if num_models >= tenant.max_models:
+            return f"{num_models} models are open, of {tenant.max_models} for this key; finish their sessions"
+        return None
+
+    def _add_lane(self, session: ClientSession, model: TrainedModel) -> ModelLane:
+        is_full = self.settings.max_rank == 0
+        lane = ModelLane(model, session, store=self.store, worker=self._worker, lock=self._lock, is_full=is_full)
+        self._executor.add(model.id, lane)
+        return lane
+
+    def submit(self, tenant: Tenant, kind: str, model_id: Any, *, seq_id: Any, body: bytes, num_tokens: int = 0) -> str:
+        """Take an operation of a model, and return the id of the request. A repeated one gets the same id.
+
+        Raises:
+            Conflict: The number has another request.
+            Busy: The tenant has too many tokens in flight.
+        """
+        with self._lock:
+            model = self.table.model(tenant, model_id)
+            self.table.find_open(tenant, model.session_id)
+            if type(seq_id) is not int or seq_id < 1:
+                raise DataError(f"seq_id={seq_id!r}: the operations of a model are numbered from 1")
+            if num_tokens and model.ledger.find(seq_id) is None:
+                self._require_room(tenant, num_tokens)
+            model.last_request = time.time()
+            model.ledger.accept(seq_id, kind, body, num_tokens=num_tokens)
+            if model.broken:
+                model.end(model.broken)
+            self._executor.notify()
+            return f"{model.id}:{seq_id}"
+
+    def _require_room(self, tenant: Tenant, num_tokens: int) -> None:
+        in_flight = sum(model.tokens_in_flight for one in self.table.of(tenant) for model in one.models.values())
+        if in_flight and in_flight + num_tokens > tenant.max_tokens_in_flight:
+            raise Busy(f"{in_flight} tokens are in flight, of {tenant.max_tokens_in_flight} for this key; try again")
+
+    def submit_json(self, tenant: Tenant, kind: str, body: Mapping[str, Any]) -> str:
+        """Take an operation with a JSON body."""
+        known = {name: value for name, value in body.items() if name not in ("model_id", "seq_id")}
+        return self.submit(tenant, kind, body.get("model_id"), seq_id=body.get("seq_id"), body=_canonical(known))
+
+    def submit_pass(self, tenant: Tenant, body: bytes) -> str:
+        """Take a forward or forward_backward with a protobuf body."""
+        header, body = wire.read_header(body), wire.canonical(body)
+        seq_id, num_tokens = header.seq_id, header.num_tokens
+        return self.submit(tenant, "forward_backward", header.model_id, seq_id=seq_id, body=body, num_tokens=num_tokens)
+
+    # -- sampling
+
+    def create_sampling_session(self, tenant: Tenant, body: Mapping[str, Any]) -> str:
+        """Return the id of a sampling session for the base model, or for weights at a path."""
+        with self._lock:
+            session = self.table.find_open(tenant, body.get("session_id"))
+            version, path = BASE, body.get("model_path")
+            if path is not None:
+                version = str(self.store.find(path, owner=tenant.name)[0])
+            elif body.get("base_model") != self.settings.base_model:
+                raise NotFound(f"base_model={body.get('base_model')!r}: this server has {self.settings.base_model!r}")
+            return self._sampler(session, _number(body, "sampling_session_seq_id"), version, path).id
+
+    def _sampler(self, session: ClientSession, number: int, version: str, path: str | None) -> Sampler:
+        if (known := session.samplers.get(number)) is not None:
+            if (known.version, known.model_path) != (version, path):
+                raise Conflict(f"sampling_session_seq_id={number} has other weights already; use a new number")
+            return known
+        if len(session.samplers) >= MAX_SAMPLERS:
+            raise Busy(f"the session has {MAX_SAMPLERS} sampling sessions; begin a new session")
+        sampler = self.table.add_sampler(session, number, {"version": version, "model_path": path})
+        session.write()
+        return sampler
+
+    def sample(self, tenant: Tenant, body: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Take a request for samples; return its id and those of the sequences."""
+        digest, seq_id = digest_of(body), _number(body, "seq_id", limit=2**62)
+        with self._lock:
+            sampler = self.table.sampler(tenant, body.get("sampling_session_id"))
+            self.table.find_open(tenant, sampler.session_id)
+            request_id = f"{sampler.id}:{seq_id}"
+            known = sampler.answers.get(seq_id)
+            if known is not None and known[0] != digest:
+                raise Conflict(f"seq_id={seq_id} of {sampler.id} has another request already")
+            if known is None:
+                sampler.answers[seq_id] = (digest, self._start_sampling(sampler, body, request_id))
+                if len(sampler.answers) > MAX_SAMPLE_ANSWERS:
+                    del sampler.answers[next(iter(sampler.answers))]
+            num = body.get("num_samples", 1)
+            return request_id, [f"{request_id}:{number}" for number in range(num if type(num) is int else 0)]
+
+    def _start_sampling(self, sampler: Sampler, body: Mapping[str, Any], request_id: str) -> "Future[StoredAnswer]":
+        limits = {"vocabulary": self._vocabulary, "max_length": self.settings.max_length}
+        try:
+            operation = read_sample(body, request_id, **limits)
+        except (HybridRLError, KeyError, TypeError, ValueError) as error:
+            future: Future[StoredAnswer] = Future()
+            future.set_result(failure(error if isinstance(error, HybridRLError) else DataError(f"asample: {error!r}")))
+            return future
+        self._add_to_lane(sampler, operation)
+        return operation.answer
+
+    def _add_to_lane(self, sampler: Sampler, operation: SampleOperation) -> None:
+        version = sampler.version
+        if sampler.inflight_of is not None:
+            version = self.table.model(sampler.tenant, sampler.inflight_of).inflight or version
+        key = (sampler.tenant.name, version)
+        if key not in self._sample_lanes:
+            name = f"samples of {key}"
+
+            def remove() -> None:
+                self._executor.remove(name)
+                del self._sample_lanes[key]
+
+            self._sample_lanes[key] = SampleLane(*key, worker=self._worker, lock=self._lock, on_idle=remove)
+            self._executor.add(name, self._sample_lanes[key])
+        self._sample_lanes[key].add(operation)
+        self._executor.notify()
+
+    # -- answers
+
+    def answer(self, tenant: Tenant, request_id: Any) -> "Future[StoredAnswer]":
+        """Return the answer of a request, which may come later.
+
+        Raises:
+            NotFound: There was no such request, or it is another tenant's.
+            Gone: It is forgotten: the server was started again, or many others have run since.
+        """
+        owner, _, number = str(request_id).rpartition(":")
+        if not number.isdecimal():
+            raise NotFound(f"there is no request {request_id!r}")
+        with self._lock:
+            if ":sample:" in owner:
+                found = self.table.sampler(tenant, owner).answers.get(int(number))
+                if found is None:
+                    raise Gone(f"the samples of {request_id} are not kept; send the request again")
+                return found[1]
+            model = self.table.model(tenant, owner)
+            if (operation := model.ledger.find(int(number))) is None:
+                if int(number) <= model.ledger.done:
+                    raise Gone(f"the answer of {request_id} is not kept any more")
+                raise NotFound(f"there is no request {request_id!r}")
+            return operation.answer
+
+
+@dataclass
+class _Once:
+    """A lane with one job, which removes the lane."""
+
+    tenant: str
+    job: Callable[[], None]
+
+    def next_job(self) -> Callable[[], None] | None:
+        return self.job
+
+
+def _number(body: Mapping[str, Any], name: str, *, limit: int = MAX_NUMBER) -> int:
+    number = body.get(name)
+    if type(number) is not int or not 0 <= number < limit:
+        raise DataError(f"{name}={number!r}: must be a whole number from 0")
+    return number
+
+
+def _canonical(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True).encode()

@@ -1,0 +1,1 @@
+"""Tenants, sessions, operations of models, named weights: in memory and on the disk."""

@@ -1,0 +1,123 @@
+"""The server as a program of its own: with the SDK as its client, and killed at random moments."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hybridrl.errors import ConfigError
+from hybridrl.training_service.program import ServiceOptions, open_service
+
+ROOT = Path(__file__).parents[2]
+SDK_LOOP = ROOT / "tests" / "support" / "training_service" / "sdk_loop.py"
+SDK_PACKAGES = ("tinker", "pyqwest", "orjson", "zstandard", "distro")
+NUM_KILLS = 10
+
+
+@pytest.fixture
+def needs_sdk():
+    if absent := [name for name in SDK_PACKAGES if find_spec(name) is None]:
+        pytest.skip(f"no {', '.join(absent)} (pip install 'tinker>=0.38,<0.39')")
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Server:
+    """A `hybridrl serve-training` that can be killed and started again."""
+
+    def __init__(self, model, store):
+        self.port = free_port()
+        self.command = [sys.executable, "-m", "hybridrl.cli", "serve-training", str(model), "--store", str(store)]
+        self.command += ["--port", str(self.port), "--max-rank", "8", "--device", "cpu", "--name", "tiny"]
+
+    def start(self):
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert re.match("training tiny at http://", self.process.stdout.readline())
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def server(tiny_qwen2, tmp_path):
+    found = Server(tiny_qwen2, tmp_path / "store")
+    found.start()
+    yield found
+    found.kill()
+
+
+def start_loop(server):
+    command = [sys.executable, str(SDK_LOOP), f"http://127.0.0.1:{server.port}", "tiny"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
+
+
+def output_of(loop):
+    out, err = loop.communicate(timeout=110)
+    assert loop.returncode == 0, err
+    return out
+
+
+def test_a_client_with_the_sdk_trains_samples_and_loads(needs_sdk, server):
+    assert output_of(start_loop(server)).startswith("done: ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_loop_of_the_sdk_survives_kills_of_the_server_with_the_same_losses(needs_sdk, server):
+    undisturbed, rng = output_of(start_loop(server)), random.Random(0)
+    loop, kills = start_loop(server), 0
+    while loop.poll() is None and kills < NUM_KILLS:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            loop.wait(rng.uniform(0.2, 3))
+        server.kill()
+        server.start()
+        kills += 1
+    assert kills > 2
+    assert output_of(loop) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_rank": -1}, "--max-rank"),
+        ({"max_length": 10_000}, "--max-length=10000"),
+        ({"keys": "/none"}, "--keys=/none: cannot be read"),
+        ({"store": "/proc/none"}, "--store=/proc/none"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(tiny_qwen2, tmp_path, options, words):
+    with (
+        pytest.raises(ConfigError, match=words),
+        open_service(ServiceOptions(str(tiny_qwen2), **{"store": str(tmp_path / "store"), **options})),
+    ):
+        pass
+
+
+def test_a_store_belongs_to_one_model_and_one_server(tiny_qwen2, tmp_path):
+    options = ServiceOptions(str(tiny_qwen2), store=str(tmp_path / "store"), device="cpu", num_threads=1)
+    with open_service(options):
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match="store"), open_service(options):
+            pass
+        assert time.monotonic() - started < 30
+    other = ServiceOptions(str(tiny_qwen2), store=str(tmp_path / "store"), max_rank=4)
+    with pytest.raises(ConfigError, match="belongs to a server of"), open_service(other):
+        pass

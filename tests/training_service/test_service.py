@@ -1,0 +1,351 @@
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hybridrl.training_service import wire
+from hybridrl.training_service.client import OperationFailed, ServiceClient, datum
+from hybridrl.training_service.service import Busy
+from hybridrl.training_service.state.ledger import Conflict
+from hybridrl.training_service.state.session_table import Gone
+from hybridrl.training_service.state.store import NotFound
+from hybridrl.training_service.state.tenants import EVERYBODY, Tenant, Tenants
+from tests.training_service.conftest import MAX_LENGTH, make_service, sequence
+
+LR = 3e-3
+
+
+def losses_of(model, seed, *, steps=4):
+    """The losses of a loop with two accumulated passes per step."""
+    found = []
+    for step in range(steps):
+        for part in range(2):
+            data = [sequence(1000 * seed + 10 * step + part + row, 6 + row) for row in range(3)]
+            found.append(model.forward_backward(data, "cross_entropy").loss)
+        found.append(model.optim_step(learning_rate=LR, grad_clip_norm=1.0)["metrics"]["grad_norm:mean"])
+    return found
+
+
+def test_a_model_learns_and_its_samples_follow_the_weights(service):
+    client = ServiceClient(service)
+    model = client.create_model(rank=4, seed=1)
+    tokens = [*range(20, 40)]
+    row = datum(tokens[:-1], tokens[1:], weights=np.ones(19))
+    before = model.sampler()
+    first = model.forward([row]).loss
+    for _ in range(30):
+        model.forward_backward([row], "cross_entropy")
+        model.optim_step(learning_rate=5e-3, grad_clip_norm=1.0)
+    assert model.forward([row]).loss < first / 10
+    after, base = model.sampler(), client.sampler()
+    assert after.sample(tokens[:3], max_tokens=5, temperature=0).sequences[0].tokens == tokens[3:8]
+    # An older snapshot can be sampled still, and it is the base model.
+    np.testing.assert_allclose(before.log_probs(tokens), base.log_probs(tokens), atol=1e-5)
+    trained = np.r_[np.nan, model.forward([row]).log_probs[0]]
+    np.testing.assert_allclose(after.log_probs(tokens), trained, atol=1e-5)
+
+
+def test_an_inflight_sampler_follows_later_saves(service):
+    model = ServiceClient(service).create_model(rank=4)
+    old = model.sampler("inflight")
+    before = old.log_probs([20, 21, 22])
+    losses_of(model, 1, steps=1)
+    new = model.sampler("inflight")
+    np.testing.assert_array_equal(old.log_probs([20, 21, 22]), new.log_probs([20, 21, 22]))
+    assert not np.allclose(before[1:], new.log_probs([20, 21, 22])[1:])
+
+
+@pytest.mark.parametrize("num_tenants", [2, 8])
+def test_tenants_that_take_turns_get_bit_for_bit_what_each_gets_alone(service, num_tenants):
+    configs = [{"rank": 1 + number, "seed": number, "train_mlp": number % 2 == 0} for number in range(num_tenants)]
+    alone = []
+    for number, config in enumerate(configs):
+        client = ServiceClient(service)
+        alone.append(losses_of(client.create_model(**config), number, steps=2))
+        client.finish()
+    models = [ServiceClient(service).create_model(**config) for config in configs]
+    together: list = [None] * num_tenants
+
+    def run(number):
+        together[number] = losses_of(models[number], number, steps=2)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(num_tenants)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert together == alone
+
+
+def test_a_model_goes_on_from_saved_weights_as_if_it_had_not_stopped(service):
+    client = ServiceClient(service)
+    model = client.create_model(rank=4, seed=5, train_attn=False)
+    losses_of(model, 1, steps=2)
+    path = model.save("two")
+    other = client.load(path)
+    assert losses_of(model, 2, steps=2) == losses_of(other, 2, steps=2)
+
+
+def test_without_the_optimizer_only_the_weights_are_loaded(service):
+    client = ServiceClient(service)
+    model = client.create_model(rank=4)
+    losses_of(model, 1, steps=2)
+    other = client.load(model.save_for_sampler("two"), optimizer=False)
+    data = [sequence(3)]
+    assert other.forward(data).loss == model.forward(data).loss
+    assert other.optim_step(learning_rate=0.0)["metrics"]["num_updates:max"] == 1.0
+    with pytest.raises(OperationFailed, match="saved without an optimizer"):
+        client.load(model.save_for_sampler("three"))
+
+
+def test_a_step_without_gradients_changes_nothing(service):
+    model = ServiceClient(service).create_model(rank=4)
+    losses_of(model, 1, steps=1)
+    before = model.forward([sequence(1)]).log_probs[0]
+    assert model.optim_step(learning_rate=1.0)["metrics"]["grad_norm:mean"] == 0.0
+    np.testing.assert_array_equal(model.forward([sequence(1)]).log_probs[0], before)
+
+
+def test_all_weights_can_be_trained_and_sampled(full_worker, tmp_path):
+    service = make_service(full_worker, tmp_path / "store", max_rank=0)
+    service.start()
+    client = ServiceClient(service)
+    first, second = client.create_model(rank=0), client.create_model(rank=0)
+    alone = losses_of(first, 1, steps=2)
+    assert losses_of(second, 1, steps=2) == alone and alone[0] != alone[3]
+    tokens = [20, 21, 22, 23]
+    expected = first.forward([datum(tokens[:-1], tokens[1:])]).log_probs[0]
+    np.testing.assert_allclose(first.sampler().log_probs(tokens)[1:], expected, atol=1e-5)
+    assert not np.allclose(client.sampler().log_probs(tokens)[1:], expected, atol=1e-3)
+    with pytest.raises(OperationFailed, match="rank=4: this server trains all weights"):
+        client.create_model(rank=4)
+    service.stop()
+
+
+def test_k_targets_of_a_position_are_weighted_apart(service):
+    model = ServiceClient(service).create_model(rank=4)
+    targets = np.array([[21, 31], [22, 32], [23, 33]])
+    both = model.forward([datum([20, 21, 22], targets, weights=np.ones((3, 2)))])
+    first = model.forward([datum([20, 21, 22], targets[:, 0])])
+    np.testing.assert_array_equal(both.log_probs[0][:, 0], first.log_probs[0])
+    assert both.loss == pytest.approx(-both.log_probs[0].sum(), rel=1e-6)
+
+
+# -- a server that is killed
+
+
+def test_after_a_kill_the_loop_goes_on_with_the_losses_of_an_undisturbed_run(worker, tmp_path):
+    """Here a server ends between two operations. `test_program.py` kills one in the midst of them."""
+    undisturbed = make_service(worker, tmp_path / "other")
+    undisturbed.start()
+    expected = losses_of(ServiceClient(undisturbed).create_model(rank=4, seed=2), 7)
+    undisturbed.stop()
+
+    service = make_service(worker, tmp_path / "store")
+    service.start()
+    client, found = ServiceClient(service), []
+    model, rng = client.create_model(rank=4, seed=2), np.random.default_rng(0)
+    for step in range(4):
+        for part in range(2):
+            data = [sequence(7000 + 10 * step + part + row, 6 + row) for row in range(3)]
+            model.forward_backward(data, "cross_entropy", wait=False)
+        model.optim_step(learning_rate=LR, grad_clip_norm=1.0, wait=False)
+        time.sleep(rng.uniform(0, 0.05))
+        service.stop()
+        client.service = service = make_service(worker, tmp_path / "store")
+        service.start()
+        numbers = [1 + 3 * step, 2 + 3 * step]
+        passes = [client.pending(f"{model.id}:{seq_id}", wire.read_pass_output).result() for seq_id in numbers]
+        step_result = client.pending(f"{model.id}:{3 + 3 * step}", json.loads).result()
+        found += [*(metrics["loss:sum"] for _, metrics in passes), step_result["metrics"]["grad_norm:mean"]]
+    service.stop()
+    assert found == expected
+
+
+# -- refusals
+
+
+def test_a_repeated_request_runs_once_and_another_one_under_its_number_is_a_conflict(service):
+    client = ServiceClient(service)
+    model = client.create_model(rank=4)
+    body = {"model_id": model.id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+    assert service.submit_json(EVERYBODY, "optim_step", body) == service.submit_json(EVERYBODY, "optim_step", body)
+    with pytest.raises(Conflict, match="seq_id=1 has another request"):
+        service.submit_json(EVERYBODY, "optim_step", body | {"adam_params": {"learning_rate": 0.2}})
+
+
+def test_a_gap_ends_with_its_session(service):
+    client = ServiceClient(service)
+    model = client.create_model(rank=4)
+    request = service.submit_json(EVERYBODY, "optim_step", {"model_id": model.id, "seq_id": 2})
+    pending = client.pending(request, json.loads)
+    client.finish()
+    with pytest.raises(OperationFailed, match="has ended: success"):
+        pending.result(10)
+    with pytest.raises(Gone, match="has ended"):
+        service.heartbeat(EVERYBODY, client.session_id)
+
+
+def test_the_session_of_a_silent_client_ends(worker, tmp_path):
+    service = make_service(worker, tmp_path / "store", timeout_s=0.05)
+    service.start()
+    client = ServiceClient(service)
+    time.sleep(0.1)
+    service.end_silent()
+    with pytest.raises(Gone, match="silent for 0.05 s"):
+        service.heartbeat(EVERYBODY, client.session_id)
+    service.stop()
+
+
+def test_an_operation_that_fails_says_whose_mistake_it_is_and_the_next_one_runs(service):
+    model = ServiceClient(service).create_model(rank=4)
+    bad = [
+        (datum([20, 9999], [21, 22]), "token 9999"),
+        (datum([20, 21], [21, 9999]), "token 9999"),
+        (datum([20, 21], [21, 22], weights=[1.0, np.nan]), "not finite"),
+        (datum([20] * (MAX_LENGTH + 1), [20] * (MAX_LENGTH + 1)), "has 65 tokens"),
+    ]
+    for row, words in bad:
+        with pytest.raises(OperationFailed, match=words) as caught:
+            model.forward_backward([row], "cross_entropy")
+        assert caught.value.category == "user"
+    with pytest.raises(OperationFailed, match="stable_reinforce.*not public"):
+        model.forward_backward([sequence(0)], "stable_reinforce")
+    with pytest.raises(OperationFailed, match="eps=0"):
+        model.optim_step(eps=0)
+    with pytest.raises(OperationFailed, match="momentum"):
+        model.optim_step(momentum=0.9)
+    assert model.optim_step()["metrics"]["grad_norm:mean"] == 0.0  # none of them left a gradient
+
+
+def test_models_that_cannot_be_made_are_refused_in_their_answer(service):
+    client = ServiceClient(service)
+    with pytest.raises(OperationFailed, match="rank=9: this server trains adapters of rank 1 to 8"):
+        client.create_model(rank=9)
+    with pytest.raises(OperationFailed, match="nothing would be trained"):
+        client.create_model(rank=2, train_attn=False, train_mlp=False, train_unembed=False)
+    with pytest.raises(OperationFailed, match="there are no weights tinker://"):
+        client.load("tinker://0123456789abcdef:train:0/weights/one")
+    for body in ({"base_model": "other"}, {"base_model": "tiny", "optimizer_config": {"type": "dimuon"}}):
+        with pytest.raises(OperationFailed, match="this server has 'tiny'|use adamw"):
+            client._model("create_model", body | {"lora_config": {"rank": 2}})
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["tinker://../../etc/passwd", "tinker://x/weights/..", "/etc/passwd", "tinker://0123456789abcdef:train:0/state/a"],
+)
+def test_no_path_leaves_the_store(service, path):
+    client = ServiceClient(service)
+    with pytest.raises(OperationFailed, match="no path of weights|there is no|a name has"):
+        client.load(path)
+    with pytest.raises(OperationFailed, match="a name has letters"):
+        client.create_model(rank=2).save("../../outside")
+
+
+def test_a_name_is_taken_once_unless_it_is_overwritten(service):
+    model = ServiceClient(service).create_model(rank=2)
+    path = model.save("one")
+    with pytest.raises(OperationFailed, match="exists; use another name"):
+        model.save("one")
+    assert model.save("one", overwrite=True) == path
+    with pytest.raises(OperationFailed, match="ttl_seconds=-5"):
+        model.save("two", ttl_seconds=-5)
+
+
+def test_weights_expire_and_can_be_deleted(service):
+    client = ServiceClient(service)
+    model = client.create_model(rank=2)
+    path = model.save("one")
+    service.store.set_ttl(path, 1, owner="local")
+    place, entry = service.store.find(path, owner="local")
+    assert entry.expires_at == pytest.approx(time.time() + 1, abs=1)
+    service.store.delete(path, owner="local")
+    assert not place.exists()
+    with pytest.raises(NotFound):
+        service.store.find(path, owner="local")
+
+
+# -- tenants
+
+ALICE, BOB = Tenant("alice", max_models=1, max_tokens_in_flight=30, max_storage_mb=0), Tenant("bob")
+
+
+@pytest.fixture
+def shared(worker, tmp_path):
+    tenants = Tenants({"tml-alice-0123456789": ALICE, "tml-bob-0123456789": BOB})
+    found = make_service(worker, tmp_path / "store", tenants=tenants)
+    found.start()
+    yield found
+    found.stop()
+
+
+def test_a_tenant_sees_nothing_of_another(shared):
+    bob, alice = ServiceClient(shared, BOB), ServiceClient(shared, ALICE)
+    model = bob.create_model(rank=2)
+    path, sampler = model.save("secret"), model.sampler()
+    for call in (
+        lambda: shared.heartbeat(ALICE, bob.session_id),
+        lambda: shared.submit_json(ALICE, "optim_step", {"model_id": model.id, "seq_id": 3}),
+        lambda: shared.answer(ALICE, f"{model.id}:1"),
+        lambda: shared.sample(ALICE, {"sampling_session_id": sampler.id, "seq_id": 0}),
+        lambda: alice.sampler(path),
+        lambda: shared.store.delete(path, owner="alice"),
+    ):
+        with pytest.raises(NotFound):
+            call()
+    with pytest.raises(OperationFailed, match="there are no weights"):
+        alice.load(path)
+    assert list(shared.store.listed(owner="alice")) == []
+
+
+def test_the_limits_of_a_key_hold(shared):
+    alice = ServiceClient(shared, ALICE)
+    model = alice.create_model(rank=2)
+    with pytest.raises(OperationFailed, match="1 models are open, of 1 for this key"):
+        alice.create_model(rank=2)
+    with pytest.raises(OperationFailed, match="0 MB are stored, of 0"):
+        model.save("one")
+    shared._executor.stop()  # so that operations stay in flight
+    model.forward_backward([sequence(0, 20)], "cross_entropy", wait=False)
+    with pytest.raises(Busy, match="20 tokens are in flight, of 30"):
+        model.forward_backward([sequence(0, 20)], "cross_entropy", wait=False)
+
+
+# -- sampling
+
+
+def test_samples_do_not_depend_on_what_is_sampled_with_them(service):
+    sampler = ServiceClient(service).sampler()
+    options = {"max_tokens": 12, "seed": 3, "num_samples": 2}
+    alone = sampler.sample([20, 21, 22], **options).sequences
+    others = [sampler.sample([30 + number], max_tokens=20, wait=False) for number in range(5)]
+    assert [one.tokens for one in sampler.sample([20, 21, 22], **options).sequences] == [one.tokens for one in alone]
+    assert all(len(one.result().sequences[0].tokens) <= 20 for one in others)
+
+
+def test_an_empty_stop_list_ends_a_sample_only_at_its_limit_and_token_ids_end_it(service):
+    sampler = ServiceClient(service).sampler()
+    [endless] = sampler.sample([20, 21], max_tokens=40, stop=[], seed=1).sequences
+    assert len(endless.tokens) == 40 and not endless.stopped
+    stop = endless.tokens[10]
+    [stopped] = sampler.sample([20, 21], max_tokens=40, stop=[stop], seed=1).sequences
+    assert stopped.stopped and stopped.tokens == endless.tokens[: endless.tokens.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_tokens": 62}, "max_tokens=62: must be a whole number from 1 to 61"),
+        ({"max_tokens": 4, "temperature": -1}, "temperature=-1"),
+        ({"max_tokens": 4, "top_p": 7.0}, "top_p=7.0"),
+        ({"max_tokens": 4, "stop": [1, "a"]}, "stop="),
+        ({"max_tokens": 4, "num_samples": 0}, "num_samples=0"),
+    ],
+)
+def test_sampling_options_out_of_range_are_refused(service, change, words):
+    with pytest.raises(OperationFailed, match=words) as caught:
+        ServiceClient(service).sampler().sample([20, 21, 22], **change)
+    assert caught.value.category == "user"
