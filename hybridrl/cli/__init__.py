@@ -20,6 +20,7 @@
     hybridrl serve MODEL                      a model, or a checkpoint's policy, behind an OpenAI-compatible endpoint
     hybridrl serve-training MODEL             a model that clients train and sample by Tinker's API
     hybridrl doctor [RUN]                     what is wrong with this machine or with a run, and what to change
+    hybridrl replay RUN STEP                  a step that a run has kept, again in one process, and what differs
     hybridrl eval TASK MODEL_OR_URL           how often a model answers right, with confidence intervals and samples
     hybridrl plan key=value ...               the memory that a job needs of its devices, and settings that fit
     hybridrl import-verl SCRIPT               a launch script or a command line of verl as ours, every change explained

@@ -15,6 +15,7 @@ from .models.serve import serve as serve
 from .models.serve_training import serve_training as serve_training
 from .plan import plan as plan
 from .project.create import create_project as create_project
+from .replay import replay as replay
 from .runs import examine as examine
 from .runs import view_runs as view_runs
 from .runs import write_trace as write_trace

@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "evaluate",
         "inspect_file",
         "plan",
+        "replay",
         "show_graph",
         "train",
     ):

@@ -25,6 +25,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_serve_training(commands)
     _add_doctor(commands)
+    _add_replay(commands)
     _add_eval(commands)
     _add_chat(commands)
     _add_train(commands)
@@ -211,6 +212,20 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = commands.add_parser("doctor", help=what, description=what)
     doctor.add_argument("run", nargs="?", metavar="RUN", help="a run's directory, or a URL; default: this machine")
     doctor.set_defaults(run_command="examine")
+
+
+def _add_replay(commands: argparse._SubParsersAction) -> None:
+    what = "repeat a step that a run has kept, in one process on the CPU, and print what differs at each stage"
+    usage = "hybridrl replay [-h] [--stage S] [--rank R] [--pdb] [--trust-remote-code] RUN STEP [key=value ...]"
+    command = commands.add_parser("replay", help=what, description=what, usage=usage)
+    command.add_argument("run", metavar="RUN", help="a run's directory; trainer.record_steps says what it keeps")
+    command.add_argument("step", metavar="STEP", type=int, help="number of the step")
+    command.add_argument("--stage", metavar="S", help="repeat this stage only, for instance update_actor")
+    command.add_argument("--rank", metavar="R", type=int, help="with --pdb: whose part; default: 0")
+    command.add_argument("--pdb", action="store_true", help="stop in the debugger before each stage, and rank R's part")
+    _add_trust(command)
+    command.epilog = "key=value: settings to change, such as actor_rollout_ref.model.path=/models/mine"
+    command.set_defaults(run_command="replay")
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:

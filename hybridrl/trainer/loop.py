@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import NonFiniteError
 from hybridrl.framework.context import OnlineRLContext
-from hybridrl.framework.stage import DeviceSlots, Stage, StageFn
+from hybridrl.framework.stage import DeviceSlots, Stage, StageFn, Wrapper
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup, launch_locally
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer import recovery
@@ -280,7 +280,7 @@ class Trainer:
                 change=functools.partial(apply_middleware, trainer=self),
                 device_slots=self.device_slots(),
                 queued=self.config.trainer.colocate == "process",
-                wrappers=[self.ledger],
+                wrappers=[self.ledger, *self.step_wrappers()],
                 columns=self.columns,
             )
             self.end()
@@ -295,6 +295,10 @@ class Trainer:
     def device_slots(self) -> DeviceSlots | None:
         """Return role -> device slots if work that was submitted runs beside other stages, else None."""
         return None
+
+    def step_wrappers(self) -> Sequence[Wrapper]:
+        """Return what else wraps every stage of the steps that now begin."""
+        return ()
 
     def begin(self) -> None:
         """Bring all roles to the same step, before the first stage runs and after every rollback."""
@@ -373,7 +377,7 @@ class Trainer:
         """Write the engines of all trained groups; return role -> optimizer steps in the weights, one per rank."""
         num_updates = {}
         for role, group in self.trained_groups().items():
-            own = self._engine_directory(directory, role)
+            own = self.engine_directory(directory, role)
             num_updates[role] = group.save_checkpoint(own)
             check_engine_state(own, num_ranks=group.world_size)
         return num_updates
@@ -382,14 +386,14 @@ class Trainer:
         """Set the trainer to the state of the checkpoint at `path`, whatever it has done since."""
         state = read_complete_state(path)
         self.ledger.engine_updates = {
-            role: group.load_checkpoint(self._engine_directory(path, role))
+            role: group.load_checkpoint(self.engine_directory(path, role))
             for role, group in self.trained_groups().items()
         }
         self.global_steps = self.ledger.step = state["global_steps"]
         load_states(self.stateful, state, path)
         self.saver.committed = path
 
-    def _engine_directory(self, path: str, role: str) -> str:
+    def engine_directory(self, path: str, role: str) -> str:
         return os.path.join(path, self.engine_directories.get(role, role))
 
     # ---- recovery of lost workers, see `StepRetry`

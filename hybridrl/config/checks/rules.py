@@ -58,9 +58,10 @@ PPO_ONLY = [
     for name in (
         *("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate", "overlap", "lag"),
         *("partial_rollout", "hybrid_rollout", "staleness", "stale_tokens", "replay", "middleware", "eval_n_gpus"),
-        *("min_ranks", "placement_timeout_s"),
+        *("min_ranks", "placement_timeout_s", "record_steps", "record_max_gb"),
     )
 ]
+RECORDED_KINDS = ("first", "last", "nonfinite", "spike", "refused")
 PROCESS_SETTINGS = (
     *("trainer.colocate", "trainer.min_ranks", "trainer.eval_n_gpus", f"{ROLLOUT}.n_gpus_per_node"),
     "distillation.n_gpus_per_node",
@@ -246,6 +247,9 @@ def record_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     if trainer.nonfinite == "rollback" and trainer.save_freq < 0:
         yield "trainer.nonfinite=rollback: there would be no checkpoint to roll back to; set trainer.save_freq"
     yield from _run_name_problems(trainer)
+    for kind in trainer.record_steps:
+        if kind not in RECORDED_KINDS and not (kind.isdecimal() and int(kind)):
+            yield f"trainer.record_steps={kind}: must be the number of a step, or one of {', '.join(RECORDED_KINDS)}"
     path, mode = trainer.resume_from_path, trainer.resume_mode
     if mode == "resume_path" and path is None:
         yield (

@@ -126,6 +126,14 @@ class TrainerConfig:
         "trainer.lag. 0: none, the run ends.",
         ge=0,
     )
+    record_steps: list[str] = setting(
+        ["nonfinite", "spike", "refused"],
+        "Steps that are kept in recorded/ for `hybridrl replay`: numbers, first, last, nonfinite (a NaN, or a skipped "
+        "update), spike (of the mean score), refused (a check ended the run).",
+    )
+    record_max_gb: float = setting(
+        20.0, "Limit of recorded/ in GB; a step that would exceed it is not kept, and that is logged.", ge=0
+    )
     default_local_dir: str | None = setting(
         None, "Output directory of the run; null means checkpoints/{project}/{experiment}."
     )

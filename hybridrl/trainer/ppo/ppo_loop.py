@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from hybridrl.config.engines import critic_engine_settings, engine_settings
 from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CheckpointError
-from hybridrl.framework.stage import DeviceSlots
+from hybridrl.framework.context import OnlineRLContext
+from hybridrl.framework.stage import DeviceSlots, Wrapper
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
-from hybridrl.trainer import ppo, recovery
+from hybridrl.trainer import ppo, recovery, step_record
 from hybridrl.trainer.checkpoint.step_ledger import LEDGER
 from hybridrl.trainer.data.prompt_dataset import collate_fn, load_prompt_data
 from hybridrl.trainer.data.prompt_loader import StepPrompts
@@ -150,6 +151,7 @@ class PPOLoop(Trainer):
         self.reward_guard = NoRewardGuard()
         self.no_signal = NoSignalWarning()
         self.remote_evaluator: RemoteEvaluator | None = None
+        self.recorder = step_record.StepRecorder(self) if config.trainer.record_steps else None
         self._calls: dict[str, SubmittedCall] = {}  # pool -> the newest one
 
     # ---- workers
@@ -290,6 +292,19 @@ class PPOLoop(Trainer):
         while len(self.pipeline) < self.num_ahead:
             self.pipeline.submit(self.prompts.next_batch())
         super()._run_stages()
+
+    def step_wrappers(self) -> Sequence[Wrapper]:
+        """Return the recorder of steps, if some are to be kept."""
+        if self.recorder is None:
+            return ()
+        self.recorder.reset()
+        return (self.recorder,)
+
+    def save_checkpoint(self, ctx: OnlineRLContext) -> None:
+        """Keep the step for `hybridrl replay` if there is a reason to, and commit a checkpoint if one is due."""
+        if self.recorder is not None:
+            self.recorder.end_step(ctx)
+        super().save_checkpoint(ctx)
 
     def end(self) -> None:
         """Wait for the last evaluations."""

@@ -39,7 +39,13 @@ class StepSnapshot:
 
 
 class RetryPolicy:
-    """Runs a step once: a lost worker ends the run."""
+    """Runs a step once: a lost worker ends the run.
+
+    Attributes:
+        snapshot: The newest one, None if none is taken.
+    """
+
+    snapshot: StepSnapshot | None = None
 
     def run_with_retry(self, work: Callable[[], None]) -> None:
         """Run `work`, from the trainer's current step on."""

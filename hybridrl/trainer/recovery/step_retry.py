@@ -86,7 +86,6 @@ class StepRetry(RetryPolicy):
     def __init__(self, trainer: Recoverable, resume_state: ResumeState, *, snapshot_freq: int, directory: str):
         self._trainer, self._resume_state = trainer, resume_state
         self._snapshot_freq, self._path = snapshot_freq, os.path.join(directory, FILE)
-        self._snapshot: StepSnapshot | None = None
         self._times = PartTimes()
         self._budgets = Budgets()  # full again with every snapshot
         self._newest = -1  # completed step
@@ -106,9 +105,9 @@ class StepRetry(RetryPolicy):
             try:
                 return work()
             except (WorkerLost, CallTimeout) as error:
-                if self._snapshot is None:
+                if self.snapshot is None:
                     raise
-                self._recover(self._as_lost(error), self._snapshot)
+                self._recover(self._as_lost(error), self.snapshot)
 
     def take_snapshot(self, *, force: bool = False) -> None:
         """Store a snapshot of this step if one is due; returns when every rank has stored its part.
@@ -122,8 +121,8 @@ class StepRetry(RetryPolicy):
         start = time.perf_counter()
         engine_refs = self._resume_state.call_surviving(trainer.trained_groups(), "take_snapshot")
         state = states_in_memory(trainer.stateful)
-        self._snapshot = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
-        self._resume_state.store(self._snapshot)
+        self.snapshot = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
+        self._resume_state.store(self.snapshot)
         trainer.context.lifecycle.report_step(trainer.global_steps)
         self._budgets.refill(Refill.COMPLETED_STEP)
         self._snapshot_s = time.perf_counter() - start
@@ -145,7 +144,7 @@ class StepRetry(RetryPolicy):
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of the last snapshot and, after a loss, number and seconds of all recoveries."""
-        found = {"timing_s/snapshot": self._snapshot_s} if self._snapshot is not None else {}
+        found = {"timing_s/snapshot": self._snapshot_s} if self.snapshot is not None else {}
         if self._recoveries:
             found |= {"failover/recoveries": float(self._recoveries), "failover/seconds": self._seconds}
         return found
