@@ -9,6 +9,7 @@
     ├── JournalError             the journal of a job is damaged
     ├── PlacementError           the cluster cannot hold the requested resources
     ├── StaleWeightsError        a rollout does not have the weights that were pushed
+    ├── ParityError              a rollout computes other log-probs than the trainer, with the same weights
     ├── WorkerLost               a worker process was lost: role, rank, method
     │   └── ConnectionLost       it lives, but lost a connection of a collective call
     ├── RequestFailed            a rollout process could not serve one request; others go on
@@ -68,6 +69,10 @@ class PlacementError(HybridRLError):
 
 class StaleWeightsError(HybridRLError):
     """A rollout lacks the weights that were pushed to it, and refuses to generate."""
+
+
+class ParityError(HybridRLError):
+    """Rollout and trainer give the same tokens different log-probs. The message has the model and what to change."""
 
 
 class WorkerLost(HybridRLError):

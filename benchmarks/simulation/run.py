@@ -92,6 +92,7 @@ class Simulation:
             "trainer.master": False,
             "trainer.snapshot_freq": 0,
             "trainer.val_before_train": False,
+            "trainer.parity_limit": "off",  # stand-ins compute nothing that could be compared
             **_pool("trainer", self.gpus),
             **(_pool("actor_rollout_ref.rollout", self.rollout_gpus) if self.rollout_gpus else {}),
             **self.settings,

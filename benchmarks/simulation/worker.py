@@ -97,11 +97,11 @@ class TimedWorker(ActorRolloutRefWorker):
     def send_weights(self, version: int, adapters: bool = False) -> Any:
         return TimedAnswer(_Receipt(version) if self.rank == 0 else None, [self.workload.costs.push_s()])
 
-    def receive_weights(self, version: int, sent: Any, adapters: bool = False) -> Any:
+    def receive_weights(self, version: int, sent: Any, adapters: bool = False, probe: Any = None) -> Any:
         self.version = version
         return TimedAnswer(self._health(), [self.workload.costs.push_s()])
 
-    def update_weights(self, version: int, adapters: bool = False) -> Any:
+    def update_weights(self, version: int, adapters: bool = False, probe: Any = None) -> Any:
         self.version = version
         return TimedAnswer(self._health(), [self.workload.costs.push_s()])
 

@@ -31,7 +31,7 @@ from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_datapr
 from hybridrl.workers import rollout
 from hybridrl.workers.distillation import student_terms, teacher_terms
 from hybridrl.workers.engine.base import AdapterEngine, Engine, EngineSetup, LossFn, MicroBatching, TokenTerm
-from hybridrl.workers.engine.hf_model import vocabulary_size
+from hybridrl.workers.engine.hf_model import overridden_config, vocabulary_size
 from hybridrl.workers.engine_worker import (
     computed_by,
     engine_setup,
@@ -45,6 +45,7 @@ from hybridrl.workers.losses import GlobalCounts, OwnLogProbs, actor_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
 from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
+from hybridrl.workers.rollout.probe import layer_kinds
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import sampling_params
 from hybridrl.workers.weight_push import WeightPushMixin
@@ -322,6 +323,16 @@ class ActorRolloutRefWorker(WeightPushMixin):
         return (
             DataProto(meta_info=meta_info) if own is None else DataProto.from_dict(own.columns(), meta_info=meta_info)
         )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def describe_model(self) -> str:
+        """Return family, kinds of layers and attention of the actor's model, for the error of a `ParityGate`."""
+        policy = self.config.actor_rollout_ref.model
+        found = overridden_config(
+            required_path(policy.path), dict(policy.override_config), trust_remote_code=policy.trust_remote_code
+        )
+        kinds, attention = layer_kinds(found), getattr(self.actor, "attention", "unknown")
+        return f"family {found.model_type}, layers {', '.join(kinds)}, attention of the trainer {attention}"
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, directory: str) -> None:

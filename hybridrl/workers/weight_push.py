@@ -6,6 +6,7 @@
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,8 @@ from hybridrl.workers import weight_transfer
 from hybridrl.workers.engine.base import Engine
 from hybridrl.workers.engine_worker import TrainingWorker
 from hybridrl.workers.rollout.base import Rollout, RolloutHealth, weights_dtype
+from hybridrl.workers.rollout.probe import sample_probe
+from hybridrl.workers.rollout.requests import Probe
 
 if TYPE_CHECKING:
     from hybridrl.workers.weight_transfer import PushReceipt, Receivers, Sender, SenderAddress
@@ -52,19 +55,25 @@ class WeightPushMixin(TrainingWorker):
         return engine_settings(self.config.actor_rollout_ref.actor)
 
     @register(Dispatch.ONE_TO_ALL)
-    def update_weights(self, version: int, adapters: bool = False) -> RolloutHealth:
+    def update_weights(self, version: int, adapters: bool = False, probe: Probe | None = None) -> RolloutHealth:
         """Push the actor's weights into this process's rollout as `version`.
 
         Args:
             version: Version of the weights.
             adapters: Whether to push the adapters alone. Needs an earlier full push.
+            probe: What the rollout samples after it.
 
         Raises:
             StaleWeightsError: The rollout's weights differ from the pushed ones.
         """
         self._wake_up()
         with self._trained():
-            return self.rollout.load_weights(version, self._weights_to_push(adapters), adapters=adapters)
+            health = self.rollout.load_weights(version, self._weights_to_push(adapters), adapters=adapters)
+        return self._with_probe(health, probe)
+
+    def _with_probe(self, health: RolloutHealth, probe: Probe | None) -> RolloutHealth:
+        """Return the health with what the rollout samples for a probe."""
+        return health if probe is None else replace(health, probed=sample_probe(self.rollout, probe))
 
     def _weights_to_push(self, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the weights of a push: all, or the adapters alone."""
@@ -145,13 +154,20 @@ class WeightPushMixin(TrainingWorker):
             self._sender.delete_older_than(before)
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int, sent: "PushReceipt | None", adapters: bool = False) -> RolloutHealth:
+    def receive_weights(
+        self,
+        version: int,
+        sent: "PushReceipt | None",
+        adapters: bool = False,
+        probe: Probe | None = None,
+    ) -> RolloutHealth:
         """Load weights of an actor in other processes.
 
         Args:
             version: Version of the weights.
             sent: Receipt of the sender. None: receive over the channel.
             adapters: Whether the adapters alone arrive.
+            probe: What the rollout samples after it.
 
         Returns:
             The rollout's health. `received` is the fingerprint of the received weights.
@@ -161,7 +177,8 @@ class WeightPushMixin(TrainingWorker):
                 next push.
         """
         incoming = self._receivers.receive(version, sent)
-        return self.rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=adapters)
+        health = self.rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=adapters)
+        return self._with_probe(health, probe)
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_health(self) -> RolloutHealth:

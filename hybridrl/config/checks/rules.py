@@ -59,6 +59,7 @@ PPO_ONLY = [
         *("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate", "overlap", "lag"),
         *("partial_rollout", "hybrid_rollout", "staleness", "stale_tokens", "replay", "middleware", "eval_n_gpus"),
         *("min_ranks", "placement_timeout_s", "record_steps", "record_max_gb"),
+        *("parity_limit", "parity_freq"),
     )
 ]
 RECORDED_KINDS = ("first", "last", "nonfinite", "spike", "refused")
@@ -238,6 +239,13 @@ def validation_problems(config: PPOConfig | SupervisedConfig) -> Problems:
         )
 
 
+def parity_problems(config: PPOConfig) -> Problems:
+    """Yield a limit of log-prob differences that is neither a number above 0 nor one of two words."""
+    limit = config.trainer.parity_limit
+    if limit not in ("auto", "off") and not (isinstance(limit, float) and limit > 0):
+        yield f"trainer.parity_limit={limit}: must be auto, off, or a number above 0"
+
+
 def record_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield contradictions of frequencies, resume path and loggers."""
     trainer: TrainerConfig = config.trainer
@@ -301,6 +309,7 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     world_size_problems,
     validation_problems,
     record_problems,
+    parity_problems,
     logger_package_problems,
     estimator_setting_problems,
 )

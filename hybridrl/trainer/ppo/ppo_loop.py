@@ -30,6 +30,7 @@ from hybridrl.trainer.ppo.columns import COLUMNS, MODEL_INPUT
 from hybridrl.trainer.ppo.metrics import global_seqlen_metrics
 from hybridrl.trainer.ppo.off_policy import staleness_metrics
 from hybridrl.trainer.ppo.policy.generator import Generator
+from hybridrl.trainer.ppo.policy.parity_gate import make_parity_gate
 from hybridrl.trainer.ppo.policy.policy_workers import make_policy_workers
 from hybridrl.trainer.ppo.policy.remote_evaluator import RemoteEvaluator
 from hybridrl.trainer.ppo.policy.rollout_pipeline import BatchedGenerator, RolloutPipeline
@@ -171,7 +172,8 @@ class PPOLoop(Trainer):
             reattach=self.resume_state.snapshot is not None,
         )
         self.policy = make_policy_workers(self.groups, manager, self.config)
-        self.pipeline = RolloutPipeline(self.policy, self.config, self.generator)
+        self.gate = make_parity_gate(self.config, self.tokenizer, self.policy.actor)
+        self.pipeline = RolloutPipeline(self.policy, self.config, self.generator, gate=self.gate)
 
     def init_role(self, role: str) -> None:
         """Load this role's model into its newly started processes."""

@@ -375,6 +375,7 @@ class RayPPOTrainer(PPOLoop):
     def update_weights(self, ctx: BatchContext) -> None:
         """Push the new weights to the rollout, with the step number as version. With a lag, do not wait for it."""
         self.pipeline.push_weights(self.global_steps, wait=self.pipeline.lag == 0)
+        ctx.metrics |= {} if self.gate is None else self.gate.take_metrics()
 
     def validate(self, ctx: BatchContext) -> None:
         """Validate every `trainer.test_freq` steps and after the last one."""

@@ -31,6 +31,7 @@ from hybridrl.workers.weight_transfer.fingerprint import fingerprint as fingerpr
 
 if TYPE_CHECKING:
     from hybridrl.workers.rollout.request_engine import RequestEngine
+    from hybridrl.workers.rollout.requests import ProbedTokens
 
 ROLLOUT_KEY = "actor_rollout_ref.rollout"
 WEIGHT_SYNC_KEY = f"{ROLLOUT_KEY}.weight_sync"
@@ -84,6 +85,7 @@ class RolloutHealth:
         adapters, which the rollout merges itself.
     reads_own_weights: whether the engine has this capability. Without it a push is verified by `version` and
         `received` alone.
+    probed: what it sampled after a push with a probe.
     """
 
     version: int | None
@@ -91,6 +93,7 @@ class RolloutHealth:
     awake: bool = True
     received: int | None = None
     reads_own_weights: bool = True
+    probed: "ProbedTokens | None" = None
 
 
 class Rollout(ABC):

@@ -1,6 +1,7 @@
 """Token-in/token-out requests, and their outputs.
 
 The router and the agent loops (driver) build requests. A `RequestEngine` (worker process) serves them.
+A `ParityGate` (driver) builds probes, which every rollout process answers after a push (`probe.py`).
 Not here: text, templates and stop strings, which serving turns into token ids and `SamplingParams`.
 """
 
@@ -85,3 +86,37 @@ class TokenOutput:
     def token_versions(self) -> list[int]:
         """Return the version of the weights that produced each token."""
         return list(self.mixed) or [self.version] * len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Prompts whose next tokens a rollout samples after a push.
+
+    Attributes:
+        prompts: Token ids without padding.
+        max_new_tokens: Most tokens for each.
+        temperature: Of the sampling.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class ProbedTokens:
+    """What a rollout sampled for a probe.
+
+    Attributes:
+        token_ids: Sampled tokens of each prompt.
+        log_probs: Log-prob of each of them.
+        dtype: Dtype of the rollout's weights.
+        device: "cpu" or "cuda".
+        time_s: Seconds that the sampling took.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    log_probs: tuple[tuple[float, ...], ...]
+    dtype: torch.dtype
+    device: str
+    time_s: float

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.trainer.ppo.policy.generator import Pending
-from hybridrl.trainer.ppo.policy.weight_sync import PendingPush, Turn, at_once, verify_push
+from hybridrl.trainer.ppo.policy.weight_sync import PendingPush, Probing, Turn, at_once, probe_of, verify_push
 from hybridrl.workers.weight_transfer.transports import transport_capabilities
 
 
@@ -38,7 +38,7 @@ class CrossProcessWeightSync:
         self.address: Any = None
         self.trainer_side: TrainerSideRollout | None = None if hybrid is None else TrainerSideRollout(hybrid, self)
 
-    def push(self, version: int, turn: Turn = at_once) -> Pending:
+    def push(self, version: int, turn: Turn = at_once, probing: Probing | None = None) -> Pending:
         """Start a push; the rollout receives in its turn. Opens a channel first if there is none."""
         adapters = self._settings.lora == "adapter" and self._transport is not None
         if self._transport is None:
@@ -48,8 +48,9 @@ class CrossProcessWeightSync:
         receipt = sent[0] if self.address is None else None  # a streaming transport has an address
 
         def receive() -> PendingPush:
-            health = self._rollout.receive_weights.submit(version, receipt, adapters)
-            return PendingPush(self._rollout, health, version, after=partial(self._after, receipt), sent=sent)
+            health = self._rollout.receive_weights.submit(version, receipt, adapters, *probe_of(probing))
+            after = partial(self._after, receipt)
+            return PendingPush(self._rollout, health, version, after=after, sent=sent, probing=probing)
 
         return turn(version, receive)
 

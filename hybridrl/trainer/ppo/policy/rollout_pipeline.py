@@ -34,6 +34,7 @@ from hybridrl.trainer import ppo
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.columns import PROMPT_INPUT
 from hybridrl.trainer.ppo.policy.generator import Generator, Pending, PendingResponses, Resync
+from hybridrl.trainer.ppo.policy.parity_gate import ParityGate
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
 from hybridrl.trainer.ppo.policy.weight_sync import InProcessWeightSync, WeightsOfModel, WeightSync, at_once
 from hybridrl.trainer.ppo.stages import num_chunks, rollout_lag, uses_greedy_baseline
@@ -143,14 +144,22 @@ class RolloutPipeline:
         workers: The policy's worker groups.
         config: Settings of the job.
         generator: Generates the responses. None: one batched call to the rollout.
+        gate: Compares rollout and trainer after some pushes. None: nothing does.
 
     Attributes:
         lag: Batches in the queue when a step begins to train; 0 is synchronous.
         chunk_tokens: Tokens of each chunk of a response. One chunk is the whole response.
     """
 
-    def __init__(self, workers: PolicyWorkers, config: PPOConfig, generator: Generator | None = None):
-        self.workers, self.config = workers, config
+    def __init__(
+        self,
+        workers: PolicyWorkers,
+        config: PPOConfig,
+        generator: Generator | None = None,
+        *,
+        gate: ParityGate | None = None,
+    ):
+        self.workers, self.config, self.gate = workers, config, gate
         self.generator: Generator = generator or BatchedGenerator()
         self.lag = rollout_lag(config)
         bounds = even_bounds(config.data.max_response_length, num_chunks(config))
@@ -265,18 +274,23 @@ class RolloutPipeline:
 
         Args:
             version: Version of the weights.
-            wait: Wait for the push. Without it, `pop` verifies the push before the next submitted batch.
+            wait: Wait for the push. Without it, `pop` verifies the push before the next submitted batch. A push that
+                the gate checks is always waited for, because the actor must still hold these weights.
 
         Raises:
             StaleWeightsError: Some rollout processes do not hold these weights.
+            ParityError: Some rollout process computes other log-probs with them than the actor.
         """
         self.workers.wake_rollout()
         self.version = version
-        push = self._sync.push(version, self.generator.push)
-        if wait:
+        probing = None if self.gate is None else self.gate.next_probe()
+        push = self._sync.push(version, self.generator.push, probing)
+        if wait or probing is not None:
             push.wait()
         else:
             self._pushes.append(push)
+        if self.gate is not None and probing is not None:
+            self.gate.check(probing, version=version)
         return push
 
     def _pop_pushes(self) -> list[Pending]:
@@ -303,6 +317,8 @@ class RolloutPipeline:
         that sleeps between steps, whether it was replaced or not.
         """
         self._sync.reset()
+        if self.gate is not None:
+            self.gate.reset()
         self.workers.asleep = self.workers.sleep
         self._open()
 

@@ -12,6 +12,7 @@ from hybridrl.config.schema.workers import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.trainer.ppo.policy.generator import Pending
+from hybridrl.workers.rollout.requests import Probe, ProbedTokens
 
 Turn = Callable[[int, Callable[[], Pending]], Pending]
 
@@ -41,12 +42,13 @@ class WeightSync(Protocol):
         """
         ...
 
-    def push(self, version: int, turn: Turn = at_once) -> Pending:
+    def push(self, version: int, turn: Turn = at_once, probing: "Probing | None" = None) -> Pending:
         """Start a push of the actor's weights, as they are now, as `version`.
 
         Args:
             version: Version of the weights.
             turn: A generator's `push`, which lets the rollout receive after everything submitted before.
+            probing: What every rollout process samples after it.
         """
         ...
 
@@ -70,14 +72,14 @@ class InProcessWeightSync:
         self._group, self._settings = group, settings
         self._complete = False  # whether the rollouts have had a full push, which adapters need
 
-    def push(self, version: int, turn: Turn = at_once) -> Pending:
+    def push(self, version: int, turn: Turn = at_once, probing: "Probing | None" = None) -> Pending:
         """Start a push: each process sends to itself."""
         adapters = self._settings.lora == "adapter" and self._complete
         self._complete = True
 
         def receive() -> PendingPush:
-            health = self._group.update_weights.submit(version, adapters)
-            return PendingPush(self._group, health, version, after=self._after)
+            health = self._group.update_weights.submit(version, adapters, *probe_of(probing))
+            return PendingPush(self._group, health, version, after=self._after, probing=probing)
 
         return turn(version, receive)
 
@@ -123,6 +125,19 @@ def _do_nothing(version: int, error: BaseException | None) -> None:
 
 
 @dataclass
+class Probing:
+    """A probe that goes with a push, and at the end of the push what each rollout process sampled for it."""
+
+    probe: Probe
+    found: Sequence[ProbedTokens] = ()
+
+
+def probe_of(probing: Probing | None) -> tuple[Probe, ...]:
+    """Return the last argument of a push; a worker of the user's own may have none for it."""
+    return () if probing is None else (probing.probe,)
+
+
+@dataclass
 class PendingPush:
     """A submitted push of weights as `version`.
 
@@ -132,6 +147,7 @@ class PendingPush:
         version: Version of the weights.
         after: Called at the end with the version and the error, if any.
         sent: References to the receipts of the actor's processes; none inside one process.
+        probing: What goes with the push.
     """
 
     group: Any
@@ -139,6 +155,7 @@ class PendingPush:
     version: int
     after: Callable[[int, BaseException | None], None]
     sent: Sequence = ()
+    probing: Probing | None = None
 
     def wait(self) -> None:
         """Wait for the push and verify it.
@@ -152,6 +169,8 @@ class PendingPush:
             results = self.group.fetch(ends, method="receive_weights" if self.sent else "load_weights")
             health, sent = results[: len(self.health)], results[len(self.health) :]
             verify_push(health, self.version, sent=sent[0].fingerprint if sent else None)
+            if self.probing is not None:
+                self.probing.found = [each.probed for each in health]
         except BaseException as error:
             self.after(self.version, error)
             raise

@@ -76,6 +76,12 @@ class FSDPEngine(ShardedEngine):
         self._models, self._optimizers = [self.model], [self._optimizer] if self._optimizer else []
         self._offload()
 
+    @property
+    def attention(self) -> str:
+        """The attention implementation, for messages."""
+        model: Any = self.model
+        return model.config.get_text_config()._attn_implementation
+
     def _attention_inputs(self) -> tuple[str, ...]:
         if self._shares_prefixes:
             return ("tree",)

@@ -1,0 +1,193 @@
+"""`ParityGate`: stop a run whose rollout and trainer give the same tokens different log-probs.
+
+A fingerprint says that a rollout holds the pushed weights. It cannot say that the rollout reads them right: experts in
+another order, a kernel that drops attention sinks, or a bias in fewer bits leave it equal. So after some pushes every
+rollout process samples a few tokens (`workers/rollout/probe.py`), and the actor computes their log-probs with the same
+weights. `RolloutPipeline` uses a gate in the driver: at the first push, after processes were replaced, and then every
+`trainer.parity_freq` pushes.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from hybridrl.config import PPOConfig
+from hybridrl.config.engines import engine_settings
+from hybridrl.errors import ParityError
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.policy.weight_sync import Probing
+from hybridrl.workers.engine.base import resolve_dtype
+from hybridrl.workers.rollout.base import rollout_class
+from hybridrl.workers.rollout.requests import Probe, ProbedTokens
+
+logger = logging.getLogger(__name__)
+
+TEXTS = ("The 3 boxes hold 4 pens each, and", "Question: how many days are there in 2 weeks?\nAnswer:")
+MAX_PROMPT, MAX_NEW, MAX_PREFIXES = 16, 8, 8  # tokens of a prompt, of its response, and beginnings of a prompt
+# Mean difference of the log-probs of about 16 tokens. float32 engines differ by 4e-6 (docs/figures.md), on CUDA more:
+# attention may compute in TF32. In bfloat16 a model of 135M parameters has 0.02 to 0.035. gpt-oss has 0.02 with right
+# kernels, and 0.08 to 0.14 without its sinks (github.com/radixark/miles issue 1500).
+FLOAT32_LIMITS, LIMIT_OF_16_BITS = {"cpu": 1e-4, "cuda": 1e-3}, 0.08
+LogProbs = Sequence[Sequence[float]]  # of each prompt's sampled tokens
+
+
+class ParityGate:
+    """Probes rollouts after pushes, and compares what they sampled with the actor.
+
+    Args:
+        config: Settings of the job.
+        tokenizer: The policy's tokenizer.
+        actor: Worker group of the actor.
+
+    Attributes:
+        metrics: Of the newest comparison, by their names in the log.
+    """
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, actor: Any):
+        self._config, self._actor = config, actor
+        longest = min(MAX_PROMPT, config.data.max_prompt_length)
+        encoded = [tokenizer.encode(text, add_special_tokens=False)[:longest] for text in TEXTS]
+        self._prompts = tuple(tuple(ids) or (0,) for ids in encoded)
+        self._pushes: int | None = None  # since the last check; None: the next push needs a whole one
+        self.metrics: dict[str, float] = {}
+
+    def reset(self) -> None:
+        """Check the next push, because processes were replaced."""
+        self._pushes = None
+
+    def next_probe(self) -> Probing | None:
+        """Return what goes with the next push; None if it is not checked."""
+        whole, freq = self._pushes is None, self._config.trainer.parity_freq
+        self._pushes = 0 if self._pushes is None else self._pushes + 1
+        if not whole and not (freq and self._pushes >= freq):
+            return None
+        self._pushes = 0
+        prompts = self._prompts if whole else tuple(chain.from_iterable(map(_beginnings, self._prompts)))
+        most = min(MAX_NEW, self._config.data.max_response_length) if whole else 1
+        return Probing(Probe(prompts, most, self._config.actor_rollout_ref.rollout.temperature))
+
+    def check(self, probing: Probing, *, version: int) -> None:
+        """Compare what every rollout process sampled with the actor.
+
+        Raises:
+            ParityError: The mean difference of some process is above the limit.
+        """
+        began = time.perf_counter()
+        expected = {tokens: self._trained_log_probs(probing.probe, tokens) for tokens in _different(probing.found)}
+        differences = [_differences(found.log_probs, expected[found.token_ids]) for found in probing.found]
+        means, limit = [sum(each) / max(1, len(each)) for each in differences], self._limit(probing.found[0])
+        self.metrics = {
+            "parity/log_prob_diff_mean": max(means),
+            "parity/log_prob_diff_max": max(chain.from_iterable(differences), default=0.0),
+            "parity/time_s": time.perf_counter() - began + max(found.time_s for found in probing.found),
+        }
+        if max(means) > limit:
+            raise ParityError(self._problem(probing.found, means, limit=limit, version=version))
+        logger.info(
+            "Rollout and trainer agree at version %d: mean log-prob difference %.1e over %d tokens (limit %g).",
+            version,
+            max(means),
+            len(differences[0]),
+            limit,
+        )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of a comparison since the last call; empty without one."""
+        taken, self.metrics = self.metrics, {}
+        return taken
+
+    def _trained_log_probs(self, probe: Probe, tokens: Sequence[Sequence[int]]) -> LogProbs:
+        scored = self._actor.compute_log_prob(_rows(probe.prompts, tokens)).batch["old_log_probs"].tolist()
+        return [row[: len(ids)] for row, ids in zip(scored, tokens, strict=True)]
+
+    def _limit(self, found: ProbedTokens) -> float:
+        """Return the limit of the settings, or that of the coarser dtype of rollout and actor."""
+        limit = self._config.trainer.parity_limit
+        if isinstance(limit, float):
+            return limit
+        in_float32 = {self._trained_dtype(found), found.dtype} == {torch.float32}
+        return FLOAT32_LIMITS[found.device] if in_float32 else LIMIT_OF_16_BITS
+
+    def _trained_dtype(self, found: ProbedTokens) -> torch.dtype:
+        return resolve_dtype(engine_settings(self._config.actor_rollout_ref.actor).dtype, found.device)
+
+    def _problem(self, found: Sequence[ProbedTokens], means: list[float], *, limit: float, version: int) -> str:
+        model, chosen = self._actor.describe_model()[0], self._config.actor_rollout_ref.rollout
+        ranks = [rank for rank, mean in enumerate(means) if mean > limit]
+        return (
+            f"rollout ranks {ranks} of {len(means)} ({chosen.name}) and the trainer differ by {max(means):.2g} on "
+            f"average in the log-probs of the same tokens, with the same weights (version {version}); the limit is "
+            f"{limit:g} "
+            f"(trainer.parity_limit={self._config.trainer.parity_limit}). Training on them would be off-policy without "
+            f"a sign. The model: {model}. Try, one at a time: {'; '.join(self._remedies(found[0]))}"
+        )
+
+    def _remedies(self, found: ProbedTokens) -> Iterator[str]:
+        """Yield settings that may make rollout and trainer equal, then those that let the run go on."""
+        policy = self._config.actor_rollout_ref
+        if policy.model.override_config.get("attn_implementation") != "eager":
+            yield "actor_rollout_ref.model.override_config.attn_implementation=eager"
+        if policy.model.use_remove_padding:
+            yield "actor_rollout_ref.model.use_remove_padding=false"
+        if policy.actor.use_prefix_grouper:
+            yield "actor_rollout_ref.actor.use_prefix_grouper=false"
+        if (trained := self._trained_dtype(found)) != found.dtype:
+            yield f"actor_rollout_ref.rollout.dtype={str(trained).removeprefix('torch.')}"
+        if policy.rollout.name != "hf":
+            yield "actor_rollout_ref.rollout.name=hf"
+        yield "trainer.parity_limit=NUMBER, or off, to train nevertheless, with algorithm.rollout_correction"
+
+
+def make_parity_gate(config: PPOConfig, tokenizer: Any, actor: Any) -> ParityGate | None:
+    """Return the gate of a run; None if it is off, or the rollout returns no log-probs that could be compared."""
+    name = config.actor_rollout_ref.rollout.name
+    if config.trainer.parity_limit == "off":
+        return None
+    if not rollout_class(name).capabilities.log_probs:
+        logger.info("The rollout %s returns no log-probs, so nothing compares them with the trainer's.", name)
+        return None
+    return ParityGate(config, tokenizer, actor)
+
+
+def _beginnings(prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return a prompt and its longest beginnings: as many tokens to compare as a whole check has, in one pass."""
+    return [prompt[:stop] for stop in range(max(1, len(prompt) - MAX_PREFIXES + 1), len(prompt) + 1)]
+
+
+def _different(found: Sequence[ProbedTokens]) -> list[tuple[tuple[int, ...], ...]]:
+    """Return the tokens of all processes, equal ones once."""
+    return list(dict.fromkeys(each.token_ids for each in found))
+
+
+def _differences(sampled: LogProbs, trained: LogProbs) -> list[float]:
+    """Return |sampled - trained| of each token, infinite where one is not a number."""
+    pairs = zip(chain.from_iterable(sampled), chain.from_iterable(trained), strict=True)
+    differences = [abs(left - right) for left, right in pairs]
+    return [math.inf if math.isnan(difference) else difference for difference in differences]
+
+
+def _rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> DataProto:
+    """Return the batch that the actor scores: prompts padded on the left, responses on the right."""
+    prompt_ids, prompt_mask = _padded([ids[::-1] for ids in prompts])
+    response_ids, response_mask = _padded(responses)
+    attention_mask = torch.cat([prompt_mask.flip(-1), response_mask], dim=1)
+    columns = {
+        "input_ids": torch.cat([prompt_ids.flip(-1), response_ids], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+        "responses": response_ids,
+        "response_mask": response_mask,
+    }
+    return DataProto.from_dict(tensors=columns)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and mask (B, longest) int64, padded on the right with token 0."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
