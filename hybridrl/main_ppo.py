@@ -237,7 +237,10 @@ def run(
 
 def check_models(config: PPOConfig, tokenizer: Any) -> None:
     """Raise ConfigError for a model whose files are damaged or whose vocabulary is smaller than the tokenizer's."""
-    actor = config.actor_rollout_ref.model
+    actor, mode = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.router_replay.mode
+    if mode != "disabled" and actor.path is not None:
+        key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
+        engine.check_routing(actor.path, key=key, trust_remote_code=actor.trust_remote_code)
     others = {"critic.model": config.critic.model.path if ppo.uses_critic(config) else None}
     others["reward_model.model"] = config.reward_model.model.path if config.reward_model.enable else None
     for name, path in {"actor_rollout_ref.model": actor.path, **others}.items():

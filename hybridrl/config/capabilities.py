@@ -42,6 +42,7 @@ class RolloutCapabilities:
     adapters: `load_weights` accepts low-rank adapters alone, and merges them.
     tensor_parallel: several worker processes share one engine. With `requests` each of them gets the same ones between
         the same two steps, and must schedule them alike.
+    routes: it returns the experts of every token of a mixture of experts (`GeneratedTokens.routes`).
     sampling: the names of `SAMPLING` that it honours.
     """
 
@@ -52,6 +53,7 @@ class RolloutCapabilities:
     requests: bool = False
     adapters: bool = False
     tensor_parallel: bool = False
+    routes: bool = False
     sampling: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

@@ -76,4 +76,5 @@ def join_chunks(request_id: str, chunks: list[TokenOutput]) -> TokenOutput:
         chunks[-1].finish_reason,
         min(versions, default=-1),
         mixed=versions if len(set(versions)) > 1 else (),
+        routes=next((chunk.routes for chunk in reversed(chunks) if chunk.routes is not None), None),
     )

@@ -2,6 +2,7 @@ from .actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
 from .critic import CriticWorker as CriticWorker
 from .engine.export import export_adapter as export_adapter
 from .engine.export import export_hf as export_hf
+from .engine.routing.replay import routing_metrics as routing_metrics
 from .engine.snapshot import load_engine_state as load_engine_state
 from .engine.snapshot import take_engine_state as take_engine_state
 from .preference import PreferenceWorker as PreferenceWorker

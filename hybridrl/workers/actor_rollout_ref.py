@@ -30,7 +30,16 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers import rollout
 from hybridrl.workers.distillation import student_terms, teacher_terms
-from hybridrl.workers.engine.base import AdapterEngine, Engine, EngineSetup, LossFn, MicroBatching, TokenTerm
+from hybridrl.workers.engine.base import (
+    ROUTED_EXPERTS,
+    AdapterEngine,
+    Engine,
+    EngineSetup,
+    LossFn,
+    MicroBatching,
+    RoutingEngine,
+    TokenTerm,
+)
 from hybridrl.workers.engine.hf_model import overridden_config, vocabulary_size
 from hybridrl.workers.engine_worker import (
     computed_by,
@@ -125,6 +134,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
             grad_clip=actor.grad_clip,
             lora=lora_of(policy),
             token_terms=self._student_terms(),
+            replays_routes=actor.router_replay.mode != "disabled",
         )
         self.actor = self._set_up(make_engine(actor.strategy, setup))
 
@@ -228,18 +238,27 @@ class ActorRolloutRefWorker(WeightPushMixin):
     def compute_log_prob(self, data: DataProto, sum_pi_squared: bool = False, reference: bool = False) -> DataProto:
         """Return `old_log_probs` and `entropys` (B, R) float32 under the current policy.
 
+        With `router_replay.mode=R2` also the column `routed_experts`; with R3 the rows have it, and it is replayed.
+
         Args:
             data: Rows of sequences.
             sum_pi_squared: Also return the column `sum_pi_squared`, sum_v pi_v^2 at each token.
             reference: Also return `ref_log_prob`, that of an actor with adapters without them.
         """
         more = ("sum_pi_squared",) if sum_pi_squared else ()
+        outputs, routes = ("log_probs", "entropy", *more), {}
         with self._trained():
-            out = self.actor.forward(data, self._log_prob_micro(), outputs=("log_probs", "entropy", *more))
+            if self.config.actor_rollout_ref.actor.router_replay.mode == "R2":
+                recorder = cast(RoutingEngine, self.actor)
+                out, routes[ROUTED_EXPERTS] = recorder.forward_with_routes(
+                    data, self._log_prob_micro(), outputs=outputs
+                )
+            else:
+                out = self.actor.forward(data, self._log_prob_micro(), outputs=outputs)
             ref = self._without_adapters(data) if reference else {}
         named = {"old_log_probs": out["log_probs"], "entropys": out["entropy"]} | ref
         columns = named | {name: out[name] for name in more}
-        return DataProto.from_dict(tensors=columns, meta_info=computed_by(self.actor))
+        return DataProto.from_dict(tensors=columns, non_tensors=routes, meta_info=computed_by(self.actor))
 
     @register(ENGINE_COMPUTE)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -256,7 +275,8 @@ class ActorRolloutRefWorker(WeightPushMixin):
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]}, meta_info=computed_by(self.ref))
 
     def _without_adapters(self, data: DataProto) -> dict[str, torch.Tensor]:
-        """Return `ref_log_prob` (B, R) float32 of the actor's model without its adapters."""
+        """Return `ref_log_prob` (B, R) float32 of the actor's model without its adapters, which chooses its experts."""
+        data = data.select(non_tensor_batch_keys=[])
         with cast(AdapterEngine, self.actor).adapters_off():
             out = self.actor.forward(data, self._ref_micro(), outputs=("log_probs",))
         return {"ref_log_prob": out["log_probs"]}

@@ -22,6 +22,7 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
 from hybridrl.workers.engine.base import (
     COMPUTED_TOKENS,
+    ROUTED_TOKENS,
     ROW_TOKENS,
     Engine,
     EngineSetup,
@@ -261,7 +262,12 @@ def has_nonfinite_loss(stats: dict[str, float]) -> bool:
 
 
 def _with_shared_ratio(total: dict[str, float], prefix: str) -> dict[str, float]:
-    """Replace the token counts of an engine that shares prefixes by the share of tokens that were not computed."""
+    """Replace the token counts of an engine that shares prefixes by the share of tokens that were not computed.
+
+    And those of an engine that replays routes by their metrics.
+    """
+    if ROUTED_TOKENS in total:
+        total = workers.routing_metrics(total, prefix)
     if ROW_TOKENS not in total:
         return total
     ratio = 1 - total[COMPUTED_TOKENS] / total[ROW_TOKENS]

@@ -35,6 +35,10 @@ UNLOGGED = {  # in this run; the module that logs it elsewhere
     "checkpoint/num_failed": "trainer/checkpoint/saver.py",
     "training/ranks/ROLE": "trainer/recovery/elastic.py",
     "actor/shared_prefix_ratio": "workers/engine_worker.py",
+    **dict.fromkeys(
+        [f"actor/routing/{name}" for name in ("differ", "missing", "shared_differ", "load_max")],
+        "workers/engine/routing/replay.py",
+    ),
     "perf/mfu/rollout": "trainer/run/metrics.py",  # not where a step drops responses
     "async/wait_s": "serving/hybrid.py",
     "async/hybrid_token_share": "serving/hybrid.py",

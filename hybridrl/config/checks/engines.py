@@ -14,9 +14,13 @@ from hybridrl.config.introspection import value_at
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.config.schema.sft import SupervisedConfig
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import ConfigError
+
+MODE = "actor_rollout_ref.actor.router_replay.mode"
+RETURNED = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
 def engine_problems(config: PPOConfig) -> Problems:
@@ -44,6 +48,30 @@ def supervised_engine_problems(config: SupervisedConfig) -> Problems:
     yield from idle_problems(config, *idle, why=f"with strategy={config.strategy}; leave it out")
     if used == "megatron":
         yield from checks.megatron.supervised_problems(config)
+
+
+def routing_problems(config: PPOConfig) -> Problems:
+    """Yield a replay that the engine cannot do, or that has no routes, and routes that nothing replays."""
+    policy = config.actor_rollout_ref
+    mode, returned = policy.actor.router_replay.mode, policy.rollout.enable_rollout_routing_replay
+    if mode == "R3" and not returned:
+        yield f"{MODE}=R3: replays the experts that the rollout returns; set {RETURNED}=true"
+    if mode != "R3" and returned:
+        yield f"{RETURNED}=true: nothing reads the experts with {MODE}={mode}; set {MODE}=R3, or leave it out"
+    if mode == "R2" and correction_plan(config.algorithm.rollout_correction).bypass_mode:
+        yield (
+            f"{MODE}=R2: records experts in the pass for old_log_probs, and algorithm.rollout_correction.bypass_mode "
+            "leaves that pass out; set R3, or bypass_mode=false"
+        )
+    try:
+        can_replay = engine_settings(policy.actor).supports_routing_replay
+    except ConfigError:  # `engine_problems` reports it
+        return
+    if mode != "disabled" and not can_replay:
+        yield (
+            f"{MODE}={mode}: actor_rollout_ref.actor.strategy={policy.actor.strategy} does not replay experts; set "
+            "disabled, or strategy=fsdp"
+        )
 
 
 def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:

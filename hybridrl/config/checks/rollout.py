@@ -41,6 +41,7 @@ def capability_problems(config: PPOConfig, capabilities: RolloutCapabilities) ->
         (f"{key}.tensor_model_parallel_size", size, size > 1, "tensor_parallel", f"use {key}.name=vllm, or 1"),
         (f"{key}.mode", rollout.mode, rollout.mode == "async", "requests", "use sync"),
         (f"{key}.calculate_log_probs", True, rollout.calculate_log_probs, "log_probs", "set it to false"),
+        (f"{key}.enable_rollout_routing_replay", True, rollout.enable_rollout_routing_replay, "routes", "set R2 or hf"),
         (f"{key}.weight_sync.lora", "adapter", rollout.weight_sync.lora == "adapter", "adapters", "use merged"),
     )
     for setting, value, is_needed, capability, fix in needs:

@@ -17,6 +17,7 @@ from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilit
 from hybridrl.config.checks.engines import (
     critic_engine_problems,
     engine_problems,
+    routing_problems,
     sft_token_budget_problems,
     supervised_engine_problems,
     token_budget_problems,
@@ -53,6 +54,7 @@ AHEAD_SETTINGS = (
     *("trainer.hybrid_rollout", "trainer.staleness", "trainer.replay", "trainer.eval_n_gpus"),
 )
 CORRECTION_SETTINGS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.loss_mode")
+ROUTING_SETTINGS = ("actor_rollout_ref.actor.router_replay", f"{ROLLOUT}.enable_rollout_routing_replay")
 PPO_ONLY = [
     f"trainer.{name}"
     for name in (
@@ -322,6 +324,7 @@ FEATURES: tuple[Feature, ...] = (
     (AHEAD_SETTINGS, lambda config: checks.ahead_problems(config)),
     (["trainer.min_ranks"], lambda config: checks.elastic_problems(config)),
     (CORRECTION_SETTINGS, lambda config: checks.rollout_correction_problems(config)),
+    (ROUTING_SETTINGS, routing_problems),
     (["reward_model"], lambda config: checks.reward_problems(config)),
     (["distillation"], lambda config: checks.distillation_problems(config)),
 )

@@ -21,6 +21,7 @@ class EngineSettings:
         supports_lora: The engine trains low-rank adapters, and its `adapters_off()` is a context without them.
         supports_shared_prefixes: The engine computes common first tokens of the rows of a micro-batch once.
         supports_token_terms: The engine computes outputs from the log-probs of the whole vocabulary.
+        supports_routing_replay: The engine records and replays the experts of a mixture of experts.
     """
 
     dtype = "auto"
@@ -29,6 +30,7 @@ class EngineSettings:
     supports_lora = False
     supports_shared_prefixes = False
     supports_token_terms = False
+    supports_routing_replay = False
 
     @property
     def model_parallel_size(self) -> int:

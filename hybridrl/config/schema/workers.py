@@ -97,6 +97,7 @@ class FSDPConfig(CriticFSDPConfig, EngineSettings):
     supports_lora = True
     supports_shared_prefixes = True
     supports_token_terms = True
+    supports_routing_replay = True
     dtype: str = setting(
         "auto", "Compute dtype; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16")
     )
@@ -164,6 +165,15 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig:
+    mode: str = setting(
+        "disabled",
+        "Train a mixture of experts with the experts that the pass for old_log_probs (R2) or the rollout (R3) chose.",
+        choices=("disabled", "R2", "R3"),
+    )
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     strategy: str = plug("fsdp", "Training engine.", ENGINES)
     ppo_mini_batch_size: int = setting(256, "Prompts of one optimizer step, each with its trained samples.", gt=0)
@@ -210,6 +220,7 @@ class ActorConfig:
         "Compute old_log_probs in a pass before the update; null means: unless one optimizer step does without them.",
     )
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
+    router_replay: RouterReplayConfig = section(RouterReplayConfig, "Replay of the experts' choice.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")
     engine_config: dict = setting(
@@ -354,6 +365,9 @@ class RolloutConfig:
     )
     calculate_log_probs: bool = setting(
         True, "Return the sampled tokens' log-probs and log their difference to the trainer's."
+    )
+    enable_rollout_routing_replay: bool = setting(
+        False, "Return the experts of every token (column routed_experts), which router_replay.mode=R3 needs."
     )
     max_num_seqs: int = setting(1024, "Sequences generated at the same time per process.", ge=1)
     max_num_batched_tokens: int = setting(8192, "Tokens of one vLLM engine step.", ge=1)

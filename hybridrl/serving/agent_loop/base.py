@@ -49,6 +49,7 @@ class AgentLoopOutput:
         reward: What the agent says itself; None: the run's reward function scores the response.
         is_left_out: The loop has failed. The sample has no reward and trains nothing.
         counts: Numbers of this response; their sums are logged as `rollout/agent/NAME`.
+        routes: Entry of the column `routed_experts`, as the last request returned it: it covers what came before.
         branches: Other conversations of the same episode, each a row of its own with `agent.train_branches`. Their
             reward is that of the episode unless they have one. A token is on the mask of one row only.
     """
@@ -64,6 +65,7 @@ class AgentLoopOutput:
     is_left_out: bool = False
     counts: dict[str, float] = field(default_factory=dict)
     branches: list["AgentLoopOutput"] = field(default_factory=list)
+    routes: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs)}
@@ -83,7 +85,8 @@ class AgentLoopOutput:
     def as_branch(self) -> dict[str, Any]:
         """Return the row as plain data, as the column `branches` has it."""
         names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "num_turns", "version", "reward")
-        return {name: getattr(self, name) for name in names} | {"token_versions": self.all_token_versions}
+        found = {name: getattr(self, name) for name in (*names, "routes")}
+        return found | {"token_versions": self.all_token_versions}
 
 
 @dataclass
@@ -95,6 +98,7 @@ class ResponseBuilder:
         request: Request of the first turn; those of later turns are derived from it.
         limit: Most response tokens in all.
         ids, mask, log_probs, token_versions: One entry per response token so far.
+        routes: Those of the last turn, which cover the earlier ones.
     """
 
     client: PolicyClient
@@ -106,6 +110,7 @@ class ResponseBuilder:
     num_turns: int = 1
     version: int = UNSET_VERSION
     token_versions: list[int] = field(default_factory=list)
+    routes: Any = None
 
     @property
     def tokens_left(self) -> int:
@@ -136,6 +141,7 @@ class ResponseBuilder:
         self.log_probs += output.log_probs
         self.version = min(self.version, output.version) if output.token_ids else self.version
         self.token_versions += output.token_versions
+        self.routes = self.routes if output.routes is None else output.routes
         self.num_turns += 1
         return output
 
@@ -155,9 +161,8 @@ class ResponseBuilder:
 
     def output(self) -> AgentLoopOutput:
         prompt_ids = list(self.request.prompt_ids)
-        return AgentLoopOutput(
-            prompt_ids, self.ids, self.mask, self.log_probs, self.num_turns, self.version, self.token_versions
-        )
+        sampled = (self.log_probs, self.num_turns, self.version, self.token_versions)
+        return AgentLoopOutput(prompt_ids, self.ids, self.mask, *sampled, routes=self.routes)
 
 
 @dataclass(frozen=True)

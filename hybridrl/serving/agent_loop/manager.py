@@ -316,6 +316,7 @@ class AgentLoopManager:
             pad_id=self._pad_id,
             log_probs=bool(sampling.logprobs),
             token_versions=is_training and self.config.trainer.partial_rollout,
+            routes=is_training and self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay,
             branches=is_training and agent.train_branches,
         )
         return columns.batch(prompts.repeat(sampling.n, interleave=True), outputs)

@@ -47,13 +47,16 @@ def pop_records(columns: dict[str, np.ndarray]) -> list[RecordedRow]:
 
 
 def _dump_turns(turns: Mapping[str, TokenOutput]) -> str:
-    return json.dumps([[k, t.token_ids, t.log_probs, t.finish_reason, t.version, t.mixed] for k, t in turns.items()])
+    return json.dumps(
+        [[k, t.token_ids, t.log_probs, t.finish_reason, t.version, t.mixed, t.routes] for k, t in turns.items()],
+        default=lambda value: value.tolist(),
+    )
 
 
 def _load_turns(text: str) -> dict[str, TokenOutput]:
     return {
-        key: TokenOutput(key, token_ids, log_probs, finish_reason, version, tuple(mixed))
-        for key, token_ids, log_probs, finish_reason, version, mixed in json.loads(text)
+        key: TokenOutput(key, token_ids, log_probs, finish_reason, version, tuple(mixed), routes=_routes_from(routes))
+        for key, token_ids, log_probs, finish_reason, version, mixed, *routes in json.loads(text)
     }
 
 
@@ -68,4 +71,10 @@ def _load_output(text: str) -> AgentLoopOutput | None:
 
 
 def _output_from(values: dict[str, Any]) -> AgentLoopOutput:
-    return AgentLoopOutput(**values | {"branches": [_output_from(one) for one in values["branches"]]})
+    branches = [_output_from(one) for one in values["branches"]]
+    return AgentLoopOutput(**values | {"branches": branches, "routes": _routes_from([values.get("routes")])})
+
+
+def _routes_from(stored: list[Any]) -> np.ndarray | None:
+    """Return stored routes; earlier versions have stored none."""
+    return None if not stored or stored[0] is None else np.array(stored[0], dtype=np.int16)

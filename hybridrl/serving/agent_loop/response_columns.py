@@ -12,6 +12,7 @@ import torch
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import AGENT_REWARD, BRANCHES, LEFT_OUT
 from hybridrl.serving.agent_loop.base import UNSET_VERSION, AgentLoopOutput
+from hybridrl.workers.engine.base import ROUTED_EXPERTS
 from hybridrl.workers.rollout.requests import NOT_SAMPLED
 
 
@@ -25,6 +26,7 @@ class ResponseColumns:
         log_probs: `rollout_log_probs` (S, R) float32.
         token_versions: `token_versions` (S, R) int64.
         branches: The other conversations of each row.
+        routes: `routed_experts`, an object of each row.
     """
 
     width: int
@@ -32,6 +34,7 @@ class ResponseColumns:
     log_probs: bool
     token_versions: bool
     branches: bool
+    routes: bool = False
 
     def batch(self, rows: DataProto, outputs: list[AgentLoopOutput]) -> DataProto:
         """Return prompts and responses.
@@ -79,6 +82,8 @@ class ResponseColumns:
         if self.branches:
             branches = ([one.as_branch() for one in out.branches] for out in outputs)
             others[BRANCHES] = np.fromiter(branches, dtype=object, count=len(outputs))
+        if self.routes:
+            others[ROUTED_EXPERTS] = np.fromiter((out.routes for out in outputs), dtype=object, count=len(outputs))
         return others
 
     def _own_prompts(self, columns: dict[str, torch.Tensor], outputs: list[AgentLoopOutput]) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: Any = None
     finish_reason: str | None = None
     text: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Choice:
         self.token_ids += chunk.token_ids
         self.log_probs += [max(LOWEST_LOG_PROB, log_prob) for log_prob in chunk.log_probs]  # JSON has no infinity
         self.versions += chunk.token_versions
+        self.routes = self.routes if chunk.routes is None else chunk.routes
         if is_last:
             self.finish_reason = FINISH_REASONS[chunk.finish_reason]
         before, text = self.text, self._visible_text(is_last=is_last)
@@ -72,6 +74,7 @@ class Choice:
                 token_ids=self.token_ids,
                 log_probs=self.log_probs,
                 versions=self.versions,
+                routes=self.routes,
                 reply=self.message,
                 stop_text=self.stop_text,
                 answer_id=self.completion.name,

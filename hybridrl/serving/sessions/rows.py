@@ -5,6 +5,7 @@ Pure functions over the turns of a session.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybridrl.serving.sessions.matching import BranchKind
 from hybridrl.serving.sessions.session import Turn, path
@@ -23,6 +24,7 @@ class SessionRow:
         token_versions: Weight version of each sampled token, -1 for the others.
         turns: Numbers of the session's turns.
         own_turns: Those of them whose tokens are on the mask.
+        routes: Those of the last turn.
     """
 
     prompt_ids: list[int]
@@ -32,6 +34,7 @@ class SessionRow:
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    routes: Any = None
 
     def observe(self, ids: Sequence[int]) -> None:
         """Append tokens that the policy read."""
@@ -46,6 +49,7 @@ class SessionRow:
         self.response_mask += [int(is_trained)] * len(turn.token_ids)
         self.response_logprobs += turn.log_probs
         self.token_versions += turn.versions
+        self.routes = turn.routes
 
 
 def session_rows(turns: Sequence[Turn], *, max_prompt_length: int | None = None) -> list[SessionRow]:

@@ -47,6 +47,7 @@ class Turn:
         call_ids: Ids of the answer's tool calls.
         kind: How the request relates to earlier ones.
         answer_id: Id of the answer, which its client has.
+        routes: Entry of the column `routed_experts` of the conversation up to here.
     """
 
     parent: int | None
@@ -59,6 +60,7 @@ class Turn:
     call_ids: tuple[str, ...]
     kind: BranchKind
     answer_id: str = ""
+    routes: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class Session:
         reply: Mapping[str, Any],
         stop_text: str | None = None,
         answer_id: str = "",
+        routes: Any = None,
     ) -> None:
         """Add the answer to a request.
 
@@ -223,6 +226,7 @@ class Session:
             reply: The message that the client gets.
             stop_text: That ended it, and is not in the message.
             answer_id: Id of the answer that the client gets.
+            routes: Of the conversation up to here, where the rollout returns them.
         """
         if not token_ids or self.is_closed:
             return
@@ -234,6 +238,7 @@ class Session:
                 *(tuple(token_ids), tuple(log_probs), tuple(versions)),
                 *(message_key(reply, stop_text=stop_text), call_ids(reply), plan.kind),
                 answer_id=answer_id,
+                routes=routes,
             )
         )
 

@@ -41,7 +41,7 @@ INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "positi
 SEEDS, UID, DATASET_ROW, EPISODE = "seeds", "uid", "dataset_row", UpdatePlan.EPISODE
 PROMPTS, RESPONSES, RESPONSE_MASK = "prompts", "responses", "response_mask"
 ROLLOUT_LOG_PROBS, NUM_TURNS = "rollout_log_probs", "num_turns"
-WEIGHTS_VERSION, TOKEN_VERSIONS = "weights_version", "token_versions"
+WEIGHTS_VERSION, TOKEN_VERSIONS, ROUTED_EXPERTS = "weights_version", "token_versions", "routed_experts"
 RM_SCORES, TOKEN_LEVEL_SCORES, REWARD_VALID = "rm_scores", "token_level_scores", "reward_valid"
 REWARD_COMPONENTS, REWARD_BASELINES, SUM_PI_SQUARED = "reward_components", "reward_baselines", "sum_pi_squared"
 OLD_LOG_PROBS, REF_LOG_PROB = "old_log_probs", "ref_log_prob"
@@ -103,6 +103,7 @@ CRITIC, REFERENCE, EPISODES = by(uses_critic), by(uses_reference), by(trains_bra
 COMPONENTS, GREEDY, SQUARES = by(uses_components), by(uses_greedy_baseline), by(uses_sum_pi_squared)
 WEIGHS = by(lambda config: correction_plan(config.algorithm.rollout_correction).weighs)
 REJECTS = by(lambda config: correction_plan(config.algorithm.rollout_correction).rejects)
+REPLAYS = by(lambda config: config.actor_rollout_ref.actor.router_replay.mode != "disabled")
 TAUGHT = by(lambda config: config.distillation.enabled)
 TOP, WHOLE = by(lambda config: teacher_gives(config) == "top"), by(lambda config: teacher_gives(config) == "all")
 
@@ -137,6 +138,13 @@ COLUMNS: Mapping[str, Column] = {
     ROLLOUT_LOG_PROBS: Column("float32", "B R", SAMPLING, "log-probs at which the rollout sampled", LOG_PROBS),
     WEIGHTS_VERSION: Column("int64", "B", SAMPLING, "of the weights that sampled the first token", only=STALE),
     TOKEN_VERSIONS: Column("int64", "B R", SAMPLING, "the same of each token, -1 for none", PARTIAL, STALE),
+    ROUTED_EXPERTS: Column(
+        "object",
+        "B",
+        (*SAMPLING, "old_log_prob"),
+        "experts of the tokens, N x layers x K (R2: `old_log_prob`)",
+        REPLAYS,
+    ),
     NUM_TURNS: Column("int64", "B", SAMPLING, "agent turns of the response", AGENTS),
     RM_SCORES: Column("float32", "B R", SCORING, "the reward model's score, on the last token", has_reward_model),
     TOKEN_LEVEL_SCORES: Column("float32", "B R", SCORING, "rewards before any KL penalty", only=BY_SCORE),

@@ -382,7 +382,14 @@ class PPOLoop(Trainer):
         return call
 
     def score_rows(
-        self, ctx: BatchContext, group: Any, method: Callable, *, stage: str = "", of_policy: bool = True
+        self,
+        ctx: BatchContext,
+        group: Any,
+        method: Callable,
+        *,
+        stage: str = "",
+        of_policy: bool = True,
+        more: Sequence[str] = (),
     ) -> Submitting:
         """Submit a call for all rows, and return its columns when the stage is resumed.
 
@@ -392,9 +399,10 @@ class PPOLoop(Trainer):
             method: Its method.
             stage: Name under which `ctx.computed` has what engines that share prefixes computed.
             of_policy: Whether the model is one whose rows share prefixes.
+            more: Columns beside `MODEL_INPUT`.
         """
         share_prefixes = of_policy and self.config.actor_rollout_ref.actor.use_prefix_grouper
-        data, num_ranks = select_columns(ctx.batch, MODEL_INPUT), self._num_dp(group.world_size)
+        data, num_ranks = select_columns(ctx.batch, (*MODEL_INPUT, *more)), self._num_dp(group.world_size)
         options = {"balance": self.config.trainer.balance_batch, "share_prefixes": share_prefixes}
         call = self.submit(group, lambda: [call_balanced(method, data, num_ranks=num_ranks, **options)])
         yield call

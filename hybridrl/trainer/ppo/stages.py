@@ -134,7 +134,14 @@ def _old_log_prob_readers(config: PPOConfig) -> Iterator[str]:
         yield f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode} selects tokens by them"
     if trainer.critic_warmup:
         yield f"trainer.critic_warmup={trainer.critic_warmup}: steps without an update report the policy's entropy"
-    if trainer.middleware:
+    yield from _pass_readers(config)
+
+
+def _pass_readers(config: PPOConfig) -> Iterator[str]:
+    """Yield what else needs their pass."""
+    if config.actor_rollout_ref.actor.router_replay.mode == "R2":
+        yield "actor_rollout_ref.actor.router_replay.mode=R2 records experts in their pass"
+    if config.trainer.middleware:
         yield "trainer.middleware may read them"
 
 

@@ -70,7 +70,13 @@ from hybridrl.trainer.ppo.stages import (
     uses_greedy_baseline,
     uses_sum_pi_squared,
 )
-from hybridrl.trainer.ppo.update_batch import add_covariance_selection, choose_samples, has_tokens, select_training_rows
+from hybridrl.trainer.ppo.update_batch import (
+    add_covariance_selection,
+    choose_samples,
+    has_tokens,
+    routes_of,
+    select_training_rows,
+)
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.metrics import mean_over_batches
@@ -283,10 +289,11 @@ class RayPPOTrainer(PPOLoop):
         An actor with adapters computes those of its reference, the model without them, in the same call.
         """
         reference = scores_reference_with_actor(StepSettings(self.config, self.roles, type(self)))
-        more = {"sum_pi_squared": uses_sum_pi_squared(self.config), "reference": reference}
-        wanted = {name: True for name, is_wanted in more.items() if is_wanted}
+        options = {"sum_pi_squared": uses_sum_pi_squared(self.config), "reference": reference}
+        wanted = {name: True for name, is_wanted in options.items() if is_wanted}
         compute = functools.partial(self.policy.actor.compute_log_prob.submit, **wanted)
-        ctx.batch.union((yield from self.score_rows(ctx, self.policy.actor, compute, stage="old_log_prob")))
+        more = routes_of(ctx.batch)
+        ctx.batch.union((yield from self.score_rows(ctx, self.policy.actor, compute, stage="old_log_prob", more=more)))
         ctx.metrics |= log_prob_metrics(ctx.batch, ctx.batch.batch.pop("entropys"))
 
     def reuse_log_probs(self, ctx: BatchContext) -> None:
@@ -359,6 +366,7 @@ class RayPPOTrainer(PPOLoop):
         has_old = c.OLD_LOG_PROBS in ctx.batch.batch.keys()
         settings = StepSettings(self.config, self.roles, type(self))
         columns = c.used_columns(c.ACTOR_INPUT, settings, stage="update_actor") + (c.OLD_LOG_PROBS,) * has_old
+        columns += routes_of(ctx.batch)
         data = select_training_rows(ctx.batch, columns, self.config, role=Role.Actor, step=self.global_steps)
         add_covariance_selection(data, self.config, step=self.global_steps)
         trains = has_tokens(data, step=self.global_steps)

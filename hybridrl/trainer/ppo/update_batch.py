@@ -22,7 +22,7 @@ from hybridrl.data_plane.futures import DataProtoFuture
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
-from hybridrl.trainer.ppo.columns import EPISODE, OLD_LOG_PROBS, ROLLOUT_RS_MASK
+from hybridrl.trainer.ppo.columns import EPISODE, OLD_LOG_PROBS, ROLLOUT_RS_MASK, ROUTED_EXPERTS
 from hybridrl.trainer.ppo.off_policy import fresh_mask
 from hybridrl.trainer.ppo.stages import max_token_age, samples_per_group
 from hybridrl.trainer.roles import Role
@@ -176,7 +176,14 @@ def add_covariance_selection(data: DataProto, config: PPOConfig, *, step: int) -
 
 def select_columns(batch: DataProto, names: Collection[str]) -> DataProto:
     """Return a batch with these columns only, without `meta_info`."""
-    return batch.select(batch_keys=list(names), non_tensor_batch_keys=[], meta_info_keys=[])
+    objects = [name for name in names if name in batch.non_tensor_batch]
+    tensors = [name for name in names if name not in objects]
+    return batch.select(batch_keys=tensors, non_tensor_batch_keys=objects, meta_info_keys=[])
+
+
+def routes_of(batch: DataProto) -> tuple[str, ...]:
+    """Return the name of the column of routes, if the batch has it; only the actor reads it."""
+    return (ROUTED_EXPERTS,) if ROUTED_EXPERTS in batch.non_tensor_batch else ()
 
 
 def call_balanced(

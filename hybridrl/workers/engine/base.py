@@ -30,6 +30,10 @@ ROW_TOKENS, COMPUTED_TOKENS = "row_tokens", "computed_tokens"
 
 They are the tokens of a micro-batch's rows, and those that the model computed.
 """
+ROUTED_EXPERTS = "routed_experts"
+"""Column with the experts of each row's tokens, see `routing/routes.py`."""
+ROUTED_TOKENS = "routing_tokens"
+"""Statistic of an engine that replays routes, see `routing/replay.py`."""
 COMPUTED_PAIRS = "computed_pairs"
 """Number of (token, token that it sees) for the computed tokens; `take_computed` returns it, too."""
 
@@ -91,6 +95,7 @@ class EngineSetup:
         whole_logits: Compute log-probs from whole logits, which otherwise only exist in parts.
         logits_chunk: At most as many logits exist at a time as those of this many tokens. None chooses it by the
             device.
+        replays_routes: Replay the column `routed_experts` where a batch has it, see `RoutingEngine`.
         token_terms: Further outputs by name, besides log-probs and entropy. Only engines whose settings declare
             `supports_token_terms` compute them.
     """
@@ -112,6 +117,7 @@ class EngineSetup:
     lora: LoRA | None = None
     whole_logits: bool = False
     logits_chunk: int | None = None
+    replays_routes: bool = False
     token_terms: Mapping[str, TokenTerm] = field(default_factory=dict)
 
     @property
@@ -184,6 +190,20 @@ class PrefixEngine(Protocol):
 
     def take_computed(self) -> dict[str, float]:
         """Return COMPUTED_TOKENS and COMPUTED_PAIRS of this rank's passes since the last call; empty: rows apart."""
+        ...
+
+
+class RoutingEngine(Protocol):
+    """What an engine whose settings declare `supports_routing_replay` can do besides.
+
+    With `EngineSetup.replays_routes`, its passes replay the column `routed_experts` of a batch that has it, and
+    `forward_backward` returns the statistics of `routing/replay.py`.
+    """
+
+    def forward_with_routes(
+        self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]
+    ) -> tuple[dict[str, torch.Tensor], Any]:
+        """Return what `forward` returns, and the column `routed_experts` of what the routers chose."""
         ...
 
 

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,9 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema.workers import OptimConfig
 from hybridrl.errors import NonFiniteError
+from hybridrl.protocol import DataProto
 from hybridrl.workers import engine
-from hybridrl.workers.engine.base import EngineSetup, MeshPosition, StateTensors, StepOptions
+from hybridrl.workers.engine.base import EngineSetup, MeshPosition, MicroBatching, StateTensors, StepOptions
 from hybridrl.workers.engine.batching.layout import TokenLayout
+
+if TYPE_CHECKING:  # only runs that replay routes load it
+    from hybridrl.workers.engine.routing.replay import RouteReplay
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,31 @@ class ShardedEngine(ABC):
     def __init__(self, config: EngineSetup):
         self.config = config
         self._computed: Counter[str] = Counter()
+        self._replay: RouteReplay | None = None  # `setup` sets it
+        self._recorded: dict[int, np.ndarray] | None = None  # row -> routes, while they are recorded
+
+    def forward_with_routes(
+        self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]
+    ) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+        """See `RoutingEngine`."""
+        self._recorded = {}
+        try:
+            found = self.forward(batch, micro, outputs=outputs)
+            return found, engine.column_of([self._recorded[row] for row in range(len(batch))])
+        finally:
+            self._recorded = None
+
+    def _record_routes(self, rows: list[int]) -> None:
+        """Keep the routes of the rows of the last pass, if they are asked for."""
+        if self._recorded is not None and self._replay is not None:
+            self._recorded.update(zip(rows, self._replay.recorded(), strict=bool(rows)))
+
+    def _routing_counts(self) -> dict[str, float]:
+        return {} if self._replay is None else self._replay.counts()
+
+    @abstractmethod
+    def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """See `Engine`."""
 
     def _count(self, layout: TokenLayout) -> TokenLayout:
         """Add what the model computes for rows that share prefixes to what `take_computed` returns."""

@@ -11,6 +11,7 @@ from .engine_peers import EnginePeers as EnginePeers
 from .hf import HFRollout as HFRollout
 from .request_engine import RequestEngine as RequestEngine
 from .responses import GeneratedTokens as GeneratedTokens
+from .route_log import RouteLog as RouteLog
 from .sampling.logits import StopStringCache as StopStringCache
 from .sampling.logits import TokenHistory as TokenHistory
 from .sampling.sampler import SamplingParams as SamplingParams

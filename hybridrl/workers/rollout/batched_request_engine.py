@@ -5,7 +5,9 @@ until the current chunk is done, and every chunk computes its prompts again.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
+import numpy as np
 import torch
 
 from hybridrl.workers.rollout.base import Rollout
@@ -24,6 +26,7 @@ class _OpenRequest:
     version: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
     @property
     def tokens_left(self) -> int:
@@ -34,7 +37,14 @@ class _OpenRequest:
         return self.request.num_done + len(self.tokens)
 
     def output(self, reason: FinishReason) -> TokenOutput:
-        return TokenOutput(self.request.request_id, self.tokens, self.log_probs, reason, self.version)
+        name = self.request.request_id
+        return TokenOutput(name, self.tokens, self.log_probs, reason, self.version, routes=self.routes)
+
+    def add_routes(self, routes: np.ndarray) -> None:
+        """Append a chunk's routes; those of its prompt are known from the chunks in which its tokens were sampled."""
+        known = routes[:0] if self.routes is None else self.routes
+        end = len(self.request.prompt_ids) + len(self.tokens) - 1
+        self.routes = np.concatenate([known, routes[len(known) : end]])
 
 
 class BatchedRequestEngine(RequestEngine):
@@ -73,8 +83,8 @@ class BatchedRequestEngine(RequestEngine):
         )
         return [
             output
-            for entry, tokens, log_probs, length in rows
-            if (output := self._append_tokens(entry, tokens[:length], log_probs, stop_condition))
+            for (entry, tokens, log_probs, length), routes in zip(rows, generated.routes or repeat(None), strict=False)
+            if (output := self._append_tokens(entry, tokens[:length], log_probs, stop_condition, routes=routes))
         ]
 
     def _next_batch(self) -> list[_OpenRequest]:
@@ -91,12 +101,20 @@ class BatchedRequestEngine(RequestEngine):
         return sampling, entry.num_done if needs_history(sampling, self.rollout.stop_condition(sampling)) else 0
 
     def _append_tokens(
-        self, entry: _OpenRequest, tokens: list[int], log_probs: list[float], stop_condition: StopCondition
+        self,
+        entry: _OpenRequest,
+        tokens: list[int],
+        log_probs: list[float],
+        stop_condition: StopCondition,
+        *,
+        routes: np.ndarray | None,
     ) -> TokenOutput | None:
         """Append a chunk's tokens to a request; return its output if it has finished."""
         tokens = tokens[: entry.tokens_left]
         entry.tokens += tokens
         entry.log_probs += log_probs[: len(tokens)]
+        if routes is not None:
+            entry.add_routes(routes)
         if not _has_stopped(entry, stop_condition) and entry.tokens_left:
             return None
         del self._open[entry.request.request_id]

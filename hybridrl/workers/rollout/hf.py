@@ -53,6 +53,7 @@ class HFRollout(VersionedRollout):
         partial=True,
         requests=True,
         adapters=True,
+        routes=True,
         sampling=frozenset(SAMPLING),
     )
 
@@ -68,6 +69,7 @@ class HFRollout(VersionedRollout):
         self._model: torch.nn.Module = _build_model(setup)
         self._device = torch.device(setup.device)
         self._accepted = frozenset(signature(self._model.forward).parameters)
+        self._routes = rollout.RouteLog(self._model) if setup.config.enable_rollout_routing_replay else None
         super().__init__(setup, names=WeightNames.of(self._model))
         self._use_weights_on_disk()
 
@@ -113,9 +115,14 @@ class HFRollout(VersionedRollout):
         out = GeneratedTokens.empty(
             len(keys), sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id, device=self._device
         )
+        if self._routes is not None:
+            self._routes.start(len(keys))
         for rows in torch.arange(len(keys), device=self._device).split(self.setup.config.max_num_seqs):
             batch, logits = self._prefill(prompts, rows, keys[rows], sampling)
             self._decode(batch, logits, sampling, out, history)
+        if self._routes is not None:
+            lengths = [len(prompt) for prompt in prompts for _ in range(sampling.n)]
+            out.routes = self._routes.entries(out.mask.sum(-1), lengths)
         return out.to("cpu")
 
     def _prefill(
@@ -129,6 +136,8 @@ class HFRollout(VersionedRollout):
         kv_cache = _new_cache(self._model.config, max_tokens=ids.shape[1] + sampling.max_new_tokens)
         logits = self._forward(ids, mask, positions, kv_cache)
         prompt_rows -= first
+        if self._routes is not None:
+            self._routes.add_prompts(rows, mask, prompt_rows)
         kv_cache.batch_select_indices(prompt_rows)
         response_mask = mask.new_ones(len(rows), sampling.max_new_tokens)
         batch = _DecodeBatch(
@@ -173,6 +182,8 @@ class HFRollout(VersionedRollout):
                 tokens = tokens[batch.drop_finished()]
             mask, positions = batch.next_column()
             logits = self._forward(tokens[:, None], mask, positions, batch.kv_cache)
+            if self._routes is not None:
+                self._routes.add_tokens(batch.rows)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, kv_cache: Any) -> torch.Tensor:
         """Append ids (S, q) to the cache and return the logits (S, V) after the last. mask: (S, cached + q)."""

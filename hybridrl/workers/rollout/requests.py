@@ -5,8 +5,8 @@ A `ParityGate` (driver) builds probes, which every rollout process answers after
 Not here: text, templates and stop strings, which serving turns into token ids and `SamplingParams`.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -67,6 +67,7 @@ class TokenOutput:
         be served, and `error` has the reason; there are no tokens.
     version: of the oldest weights that produced one of the tokens; -1 if there are none.
     mixed: the version of each token, if they differ.
+    routes: entry of the column `routed_experts` of prompt and tokens, where the rollout returns routes.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class TokenOutput:
     version: int
     mixed: tuple[int, ...] = ()
     error: str = ""
+    routes: Any = field(default=None, compare=False)
 
     @classmethod
     def of_error(cls, request_id: str, error: Exception) -> "TokenOutput":

@@ -7,10 +7,12 @@ Shapes: B prompt rows, P prompt width, n samples per prompt, S = B * n sequences
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.base import ROUTED_EXPERTS
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 
@@ -19,11 +21,13 @@ class GeneratedTokens:
     """Generated sequences, padded on the right.
 
     tokens: (S, R) int64. mask: (S, R) int64, 1 on generated tokens. log_probs: (S, R) float32, 0 on padding.
+    routes: S entries of the column `routed_experts`, of all tokens of prompt and response but the last; None without.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     log_probs: torch.Tensor
+    routes: list[np.ndarray] | None = None
 
     @classmethod
     def empty(
@@ -37,7 +41,7 @@ class GeneratedTokens:
         )
 
     def to(self, device: torch.device | str) -> "GeneratedTokens":
-        return GeneratedTokens(self.tokens.to(device), self.mask.to(device), self.log_probs.to(device))
+        return GeneratedTokens(self.tokens.to(device), self.mask.to(device), self.log_probs.to(device), self.routes)
 
 
 def with_responses(
@@ -47,7 +51,7 @@ def with_responses(
 
     Adds `prompts` (S, P), `responses` (S, R), `response_mask` (S, R), `weights_version` (S,) and, with
     sampling.logprobs, `rollout_log_probs` (S, R); `input_ids`, `attention_mask` and `position_ids` grow to (S, P + R).
-    `prompts` itself is not changed.
+    Routes are the column `routed_experts`. `prompts` itself is not changed.
     """
     rows = prompts.repeat(sampling.n, interleave=True)
     columns = {str(name): rows.batch[name] for name in rows.batch.keys()}
@@ -66,7 +70,10 @@ def with_responses(
     }
     if sampling.logprobs:
         columns["rollout_log_probs"] = generated.log_probs
-    return DataProto.from_dict(tensors=columns, non_tensors=rows.non_tensor_batch, meta_info=dict(prompts.meta_info))
+    others = rows.non_tensor_batch
+    if generated.routes is not None:
+        others = others | {ROUTED_EXPERTS: np.fromiter(generated.routes, dtype=object, count=num_sequences)}
+    return DataProto.from_dict(tensors=columns, non_tensors=others, meta_info=dict(prompts.meta_info))
 
 
 def token_lists(prompts: DataProto) -> list[list[int]]:

@@ -8,6 +8,7 @@ Weights are verified in the engine's own tensors, and released memory is measure
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -147,7 +148,12 @@ class VersionedRollout(Rollout):
         self.current_version()
         generated = self._generate(prompts, keys, sampling, num_done=num_done)
         # Engines compute in inference mode; clones are plain tensors that callers may write to.
-        return GeneratedTokens(generated.tokens.clone(), generated.mask.clone(), generated.log_probs.clone())
+        return replace(
+            generated,
+            tokens=generated.tokens.clone(),
+            mask=generated.mask.clone(),
+            log_probs=generated.log_probs.clone(),
+        )
 
     @property
     def frees_memory(self) -> bool:

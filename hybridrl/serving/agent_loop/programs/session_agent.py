@@ -133,6 +133,7 @@ def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
         version=min(version for version, mask in zip(row.token_versions, row.response_mask, strict=True) if mask),
         token_versions=row.token_versions,
         reward=reward,
+        routes=row.routes,
     )
 
 

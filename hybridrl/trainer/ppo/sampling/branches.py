@@ -8,11 +8,12 @@ the trainer's stage `add_branches` then appends the other rows. From there on th
 from collections.abc import Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import BRANCHES, at_last_token, reward_positions
-from hybridrl.trainer.ppo.columns import EPISODE
+from hybridrl.trainer.ppo.columns import EPISODE, ROUTED_EXPERTS
 from hybridrl.trainer.ppo.sampling.replay_buffer import concat_padded
 
 Branch = Mapping[str, Any]
@@ -66,6 +67,9 @@ def _set_tokens(rows: DataProto, branches: list[Branch], *, pad_token_id: int) -
         "weights_version": torch.tensor([branch["version"] for branch in branches]),
         "num_turns": torch.tensor([branch["num_turns"] for branch in branches]),
     }
+    if ROUTED_EXPERTS in rows.non_tensor_batch:
+        routes = (branch["routes"] for branch in branches)
+        rows.non_tensor_batch[ROUTED_EXPERTS] = np.fromiter(routes, dtype=object, count=len(branches))
     for name, column in new.items():
         if name in columns.keys():
             columns[name] = column.to(columns[name].dtype)

@@ -79,6 +79,7 @@ class TokenLayout:
     labels: torch.Tensor  # (N,) int64, the response tokens
     cell: torch.Tensor  # (N,) int64, flat index in (b,R) of each response token
     last: torch.Tensor  # (b,) int64, flat index of each row's last real token
+    places: torch.Tensor  # (b,L) int64, flat index of each real token, ascending in a row; -1 on padding
     shape: tuple[int, int]  # (b,R)
     spans: tuple[SequenceSpan, ...] = ()  # of a packed row, for `packed_attention`
     tree: "AttentionTree | None" = None  # of a packed row with shared prefixes, see `tree_layout`
@@ -126,6 +127,7 @@ def make_layout(grid: TokenGrid, rows: list[int], *, packed: bool) -> TokenLayou
         labels=ids[row, token],
         cell=row * is_response.size(1) + column,
         last=(start + lengths - 1).clamp(0, input_ids.numel() - 1),
+        places=torch.where(is_real, start[:, None] + position, -1),
         shape=(len(rows), is_response.size(1)),
         spans=spans,
     )

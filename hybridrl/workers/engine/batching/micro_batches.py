@@ -3,6 +3,8 @@
 Both engines call it before a forward pass. Which rows share a micro-batch is `algos/partition/balanced.py`.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
@@ -13,6 +15,9 @@ from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout, make_layout, placeholder_grid, token_grid
 
+if TYPE_CHECKING:  # only runs that replay routes load it
+    from hybridrl.workers.engine.routing.replay import RouteReplay
+
 PAIR = "pair"
 """Column (B,) int64: rows with the same number are one comparison.
 
@@ -21,7 +26,13 @@ They stay in one micro-batch and on one rank.
 
 
 def split_micro_batches(
-    batch: DataProto, micro: MicroBatching, *, packed: bool, shared: bool = False, device: torch.device
+    batch: DataProto,
+    micro: MicroBatching,
+    *,
+    packed: bool,
+    shared: bool = False,
+    device: torch.device,
+    replay: "RouteReplay | None" = None,
 ) -> tuple[TokenGrid, list[list[int]], int]:
     """Return the tokens, the row numbers of each micro-batch, and the most micro-batches of any rank. Collective.
 
@@ -31,6 +42,7 @@ def split_micro_batches(
         packed: Whether a micro-batch is computed without padding.
         shared: Whether a micro-batch is computed as prefix trees. Rows with a common prefix stay together then.
         device: Where the ranks compare their numbers.
+        replay: Checks the routes of the rows.
 
     Raises:
         DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
@@ -38,6 +50,8 @@ def split_micro_batches(
     grid, groups, problem = None, [], None
     try:
         grid = token_grid(batch)
+        if replay is not None:
+            replay.check(batch)
         by_prefix = shared and PAIR not in batch.batch.keys()
         groups = (
             batching.tree_micro_batches(grid, micro) if by_prefix else _by_length(batch, grid, micro, packed=packed)

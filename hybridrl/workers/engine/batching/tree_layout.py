@@ -56,7 +56,7 @@ def make_tree_layout(grid: TokenGrid, rows: list[int]) -> TokenLayout:
     for place, ids in zip(places, tokens, strict=True):
         input_ids[0, place] = torch.from_numpy(ids)
         position_ids[0, place] = torch.arange(len(ids))
-    is_response = grid.is_response[rows]
+    is_response, is_real = grid.is_response[rows], grid.is_real[rows]
     row, column = is_response.nonzero(as_tuple=True)
     token = column + (grid.input_ids.size(1) - is_response.size(1))
     starts = torch.tensor([0, *accumulate(len(ids) for ids in tokens)])
@@ -68,6 +68,7 @@ def make_tree_layout(grid: TokenGrid, rows: list[int]) -> TokenLayout:
         labels=grid.input_ids[rows][row, token],
         cell=row * is_response.size(1) + column,
         last=joined[starts[1:] - 1],
+        places=torch.where(is_real, joined[(starts[:-1, None] + grid.position[rows]).clamp(min=0)], -1),
         shape=(len(rows), is_response.size(1)),
         tree=attention_tree(tree),
     )

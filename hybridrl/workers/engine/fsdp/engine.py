@@ -72,6 +72,8 @@ class FSDPEngine(ShardedEngine):
             whole_logits=config.whole_logits,
             chunk=config.logits_chunk,
         )
+        if config.replays_routes:
+            self._replay = engine.RouteReplay(engine.RouterHooks(self.model))
         self._optimizer, self.num_updates = _adamw(config, self.model), 0
         self._models, self._optimizers = [self.model], [self._optimizer] if self._optimizer else []
         self._offload()
@@ -97,6 +99,7 @@ class FSDPEngine(ShardedEngine):
         with torch.no_grad():
             for rows, layout in self._micro_batch_layouts(batch, micro):
                 results = self._read(batch, rows, layout, outputs)
+                self._record_routes(rows)
                 if rows:
                     # What terms return may be as wide as the vocabulary.
                     found.append(
@@ -115,6 +118,8 @@ class FSDPEngine(ShardedEngine):
         self, batch: DataProto, rows: list[int], layout: TokenLayout, outputs: tuple[str, ...]
     ) -> dict[str, torch.Tensor]:
         """Return the outputs of some rows of the batch; without rows, those of the layout's placeholder."""
+        if self._replay is not None:
+            self._replay.begin(batch, rows, layout)
         terms = {name: term for name, term in self.config.token_terms.items() if name in outputs}
         return self._reader(layout, outputs=outputs, columns=token_columns(batch, rows, layout, terms))
 
@@ -129,7 +134,8 @@ class FSDPEngine(ShardedEngine):
             results = self._read(batch, rows, layout, outputs)
             if rows:
                 loss, values = loss_fn(results, batch.select_idxs(rows).to(self._device))
-                stats.append(without_gradient({**values, **(layout.tree.token_counts() if layout.tree else {})}))
+                counts = {**(layout.tree.token_counts() if layout.tree else {}), **self._routing_counts()}
+                stats.append(without_gradient({**values, **counts}))
             else:
                 loss = loss_of_no_rows(results)
             loss.backward()  # FSDP2 reduce-scatters the gradients in here
@@ -171,7 +177,7 @@ class FSDPEngine(ShardedEngine):
         Ranks with fewer micro-batches add placeholders without rows.
         """
         how = {"packed": self.config.packed, "shared": self._shares_prefixes}
-        grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device)
+        grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device, replay=self._replay)
         num_rows = sum(map(len, groups))
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []

@@ -290,7 +290,7 @@ class MegatronEngine(ShardedEngine):
         Raises:
             DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
         """
-        how = {"packed": self.config.packed, "shared": self._shares_prefixes}
+        how: dict[str, Any] = {"packed": self.config.packed, "shared": self._shares_prefixes}
         grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device)
         multiple = self._num_micro_multiple
         groups += [[]] * (-(-max(1, num_passes) // multiple) * multiple - len(groups))

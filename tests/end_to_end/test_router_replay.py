@@ -1,0 +1,60 @@
+"""Whole runs of a mixture of experts whose choice of experts is replayed."""
+
+import pytest
+
+from hybridrl import main_ppo
+from tests.support.end_to_end.runs import settings, train
+from tests.support.workers.routing_cases import FAMILIES, save_mixture
+
+SHORT = {"trainer__save_freq": -1, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
+MODE, RETURNS = (
+    "actor_rollout_ref__actor__router_replay__mode",
+    "actor_rollout_ref__rollout__enable_rollout_routing_replay",
+)
+R3 = {MODE: "R3", RETURNS: True}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_tokenizer):
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    return {family: save_mixture(folder, family, tokenizer=tiny_tokenizer) for family, folder in folders.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollouts_experts_are_replayed_until_updates_have_changed_what_the_routers_would_choose(
+    tmp_path, models, family
+):
+    rows = train(tmp_path, models[family], **SHORT, **R3, actor_rollout_ref__actor__optim__lr=1e-2)
+    assert all(row["actor/routing/missing"] == 0 and row["actor/routing/load_max"] > 1 for row in rows)
+    assert 0 < max(row["actor/routing/differ"] for row in rows) < 0.5
+    assert rows[0]["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_the_pass_for_old_log_probs_records_and_one_update_of_its_weights_changes_nothing(tmp_path, models):
+    one = {"actor_rollout_ref__actor__ppo_mini_batch_size": 4, "trainer__total_training_steps": 1}
+    plain = train(tmp_path / "plain", models["Qwen3Moe"], **SHORT, **one, trainer__num_threads=1)
+    [rows] = train(tmp_path / "r2", models["Qwen3Moe"], **SHORT, **one, **{MODE: "R2"})
+    assert rows["actor/routing/differ"] == 0 and rows["actor/grad_norm"] == plain[0]["actor/grad_norm"]
+
+
+def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
+    more = {"actor_rollout_ref__rollout__mode": "async", "data__max_response_length": 70}  # two chunks of a request
+    rows = train(tmp_path, models["Qwen3Moe"], **SHORT, **R3, **more, trainer__total_training_steps=1)
+    assert rows[0]["actor/routing/missing"] == 0 and rows[0]["actor/routing/differ"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({MODE: "R4"}, "actor_rollout_ref.actor.router_replay.mode=R4: must be one of disabled, R2, R3"),
+        ({MODE: "R3"}, "set actor_rollout_ref.rollout.enable_rollout_routing_replay=true"),
+        ({RETURNS: True}, "nothing reads the experts with actor_rollout_ref.actor.router_replay.mode=disabled"),
+        ({MODE: "R2", "algorithm__rollout_correction__bypass_mode": True}, "bypass_mode leaves that pass out"),
+        ({MODE: "R2"}, "router_replay.mode=R2: qwen2 has no experts whose choice could be replayed"),
+    ],
+    ids=["unknown", "no_routes", "unread", "no_pass", "no_experts"],
+)
+def test_a_replay_that_cannot_work_is_refused_before_the_models_load(tmp_path, tiny_qwen2, capsys, changes, message):
+    assert main_ppo.main(settings(tmp_path, tiny_qwen2, **SHORT, **changes)) == 2
+    error = capsys.readouterr().err
+    assert message in error and "into the workers" not in error
