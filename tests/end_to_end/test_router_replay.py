@@ -50,9 +50,10 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
         ({MODE: "R3"}, "set actor_rollout_ref.rollout.enable_rollout_routing_replay=true"),
         ({RETURNS: True}, "nothing reads the experts with actor_rollout_ref.actor.router_replay.mode=disabled"),
         ({MODE: "R2", "algorithm__rollout_correction__bypass_mode": True}, "bypass_mode leaves that pass out"),
+        (R3 | {"actor_rollout_ref__rollout__name": "vllm"}, "vLLM returns experts only with its model runner V2"),
         ({MODE: "R2"}, "router_replay.mode=R2: qwen2 has no experts whose choice could be replayed"),
     ],
-    ids=["unknown", "no_routes", "unread", "no_pass", "no_experts"],
+    ids=["unknown", "no_routes", "unread", "no_pass", "vllm", "no_experts"],
 )
 def test_a_replay_that_cannot_work_is_refused_before_the_models_load(tmp_path, tiny_qwen2, capsys, changes, message):
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **SHORT, **changes)) == 2

@@ -5,6 +5,11 @@ from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES, RolloutCapabi
 from hybridrl.config.introspection import changed, value_text
 from hybridrl.config.schema.ppo import PPOConfig
 
+NO_ROUTES = (
+    "vLLM returns experts only with its model runner V2, whose tokens hybridrl cannot draw; use rollout.name=hf, or "
+    "actor_rollout_ref.actor.router_replay.mode=R2 and leave this out"
+)
+
 
 def rollout_problems(config: PPOConfig) -> Problems:
     """Yield settings with which the generation engine cannot run."""
@@ -41,7 +46,7 @@ def capability_problems(config: PPOConfig, capabilities: RolloutCapabilities) ->
         (f"{key}.tensor_model_parallel_size", size, size > 1, "tensor_parallel", f"use {key}.name=vllm, or 1"),
         (f"{key}.mode", rollout.mode, rollout.mode == "async", "requests", "use sync"),
         (f"{key}.calculate_log_probs", True, rollout.calculate_log_probs, "log_probs", "set it to false"),
-        (f"{key}.enable_rollout_routing_replay", True, rollout.enable_rollout_routing_replay, "routes", "set R2 or hf"),
+        (f"{key}.enable_rollout_routing_replay", True, rollout.enable_rollout_routing_replay, "routes", NO_ROUTES),
         (f"{key}.weight_sync.lora", "adapter", rollout.weight_sync.lora == "adapter", "adapters", "use merged"),
     )
     for setting, value, is_needed, capability, fix in needs:
