@@ -10,10 +10,11 @@ from hybridrl.config.engines import SECTIONS
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.planning.processes import Moment, PlannedProcess, ReadShape, plan_processes
-from hybridrl.workers.engine.memory_plan import choose
+from hybridrl.workers.engine.memory_plan import EngineSizes, choose
 from hybridrl.workers.engine.model_shape import ModelShape
 
 TENSOR_SIZES = (1, 2, 4, 8)
+FSDP = ("fsdp", "fsdp2")
 PIPELINE_SIZES = (1, 2, 4)
 MAX_TOKENS = 65536  # of a micro-batch; larger ones are not faster
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -141,36 +142,42 @@ def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, devic
     resting = 0.0 if process.rollout is None else process.rollout.resting
     generating = 0.0 if process.rollout is None else process.rollout.total
     length = config.data.max_prompt_length + config.data.max_response_length
-    rows = -(-config.data.train_batch_size * config.actor_rollout_ref.rollout.n // process.count)
+    shared = memory.sizes.context if memory.sizes.strategy == "fsdp" else 1
+    rows = -(-config.data.train_batch_size * config.actor_rollout_ref.rollout.n * shared // process.count)
     chosen = choose(
         memory.shape,
         memory.sizes,
         budget=devices.budget - others - resting - process.program,
         min_tokens=length,
-        max_tokens=max(length, min(MAX_TOKENS, rows * length)),
+        max_tokens=max(length, min(MAX_TOKENS * shared, rows * length)),
         beside=generating - resting,
     ).sizes
     return _actor_settings(config, chosen) if role == "actor" else _critic_settings(chosen)
 
 
-def _actor_settings(config: PPOConfig, sizes: Any) -> dict[str, Any]:
+def _actor_settings(config: PPOConfig, sizes: EngineSizes) -> dict[str, Any]:
     section = f"{ACTOR}.{SECTIONS[config.actor_rollout_ref.actor.strategy]}"
     return {
         f"{ACTOR}.use_dynamic_bsz": True,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": sizes.tokens,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": _of_one_process(sizes),
         f"{ACTOR}.entropy_from_logits_chunk_size": sizes.chunk,
         "actor_rollout_ref.model.enable_gradient_checkpointing": sizes.gradient_checkpointing,
         **{f"{section}.{name}": getattr(sizes, name) for name in OFFLOADS},
     }
 
 
-def _critic_settings(sizes: Any) -> dict[str, Any]:
+def _critic_settings(sizes: EngineSizes) -> dict[str, Any]:
     return {
         "critic.use_dynamic_bsz": True,
-        "critic.ppo_max_token_len_per_gpu": sizes.tokens,
+        "critic.ppo_max_token_len_per_gpu": _of_one_process(sizes),
         "critic.model.enable_gradient_checkpointing": sizes.gradient_checkpointing,
         **{f"critic.fsdp_config.{name}": getattr(sizes, name) for name in OFFLOADS},
     }
+
+
+def _of_one_process(sizes: EngineSizes) -> int:
+    """Return the token budget of one of the processes that share a micro-batch with FSDP."""
+    return -(-sizes.tokens // sizes.context) if sizes.strategy == "fsdp" else sizes.tokens
 
 
 def _resting_offload(config: PPOConfig, processes: list[PlannedProcess]) -> dict[str, Any]:
@@ -205,6 +212,9 @@ def _layouts(config: PPOConfig, shape: ModelShape, *, shards_rollout: bool) -> I
     for size in TENSOR_SIZES[1:]:
         if shards_rollout and rollout.name == "vllm" and not own % size and not shape.heads % size:
             yield f"rollout TP {size}", {f"{ROLLOUT}.tensor_model_parallel_size": size}
+    for size in TENSOR_SIZES[1:]:
+        if not (own % size or shape.heads % size or config.actor_rollout_ref.actor.strategy not in FSDP):
+            yield f"sequence parallelism {size}", {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": size}
     for tensor in TENSOR_SIZES:
         for pipeline in PIPELINE_SIZES:
             divides = not (shape.heads % tensor or shape.kv_heads % tensor or shape.layers % pipeline)

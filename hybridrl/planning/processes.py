@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridrl import main_ppo
 from hybridrl.config.checks.adapters import read_saved_adapter
+from hybridrl.config.checks.engines import sequence_parts
 from hybridrl.config.engines import (
     SECTIONS,
     critic_engine_settings,
@@ -235,10 +236,11 @@ class _Sizes:
     def _tokens(self, rows: int | None, is_dynamic: bool, budget: int) -> int:
         """Return the tokens of the largest micro-batch of a process, at most those of a step."""
         config = self._config
-        all_rows = -(-config.data.train_batch_size * config.actor_rollout_ref.rollout.n // self._count)
+        parts = sequence_parts(config.actor_rollout_ref.actor)
+        all_rows = -(-config.data.train_batch_size * config.actor_rollout_ref.rollout.n * parts // self._count)
         if rows is not None and not is_dynamic:
             return min(rows, all_rows) * self._length
-        return min(max(budget, self._length), all_rows * self._length)
+        return min(max(budget * parts, self._length), all_rows * self._length)
 
     def _sizes(self, settings: Any, tokens: int, **chosen: Any) -> EngineSizes:
         policy = self._config.actor_rollout_ref
@@ -249,9 +251,11 @@ class _Sizes:
             )
         dtype = settings.dtype if settings.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[self._device]
         chunk = policy.actor.entropy_from_logits_chunk_size
-        layout = {} if isinstance(settings, FSDPConfig) else _megatron_layout(settings)
         if isinstance(settings, FSDPConfig):
+            layout = {"context": settings.ulysses_sequence_parallel_size}
             chosen["reshard_after_forward"] = settings.reshard_after_forward
+        else:
+            layout = _megatron_layout(settings)
         return EngineSizes(
             **{
                 "processes": self._count,

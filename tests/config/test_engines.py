@@ -55,6 +55,23 @@ def problems(config: PPOConfig) -> str:
     return ""
 
 
+def test_heads_that_processes_cannot_share_are_refused_before_a_model_loads(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 9}')
+    config = config_of("fsdp", fsdp_config={"ulysses_sequence_parallel_size": 2})
+    config = replace(config, trainer=replace(config.trainer, n_gpus_per_node=2))
+    policy = replace(config.actor_rollout_ref, model=replace(config.actor_rollout_ref.model, path=str(tmp_path)))
+    found = problems(replace(config, actor_rollout_ref=policy))
+    assert f"ulysses_sequence_parallel_size=2: {tmp_path} has num_attention_heads=9, which 2 processes" in found
+
+
+def test_token_budgets_are_those_of_one_of_the_processes_that_share_a_sequence():
+    config = config_of("fsdp", fsdp_config={"ulysses_sequence_parallel_size": 2}, ppo_max_token_len_per_gpu=800)
+    assert "ppo_max_token_len_per_gpu=800: one sequence may have" not in problems(config)
+    assert "ppo_max_token_len_per_gpu=800: one sequence may have" in problems(
+        config_of("fsdp", ppo_max_token_len_per_gpu=800)
+    )
+
+
 @pytest.mark.parametrize("registry", [ENGINES, REWARD_MANAGERS, TRACKERS], ids=lambda one: one.kind)
 def test_every_built_in_address_is_that_of_a_class(registry):
     for name in registry.builtins:

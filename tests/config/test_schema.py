@@ -22,7 +22,7 @@ from hybridrl.config import (
 from hybridrl.config.introspection import keys, sections
 
 SCHEMAS = [PPOConfig, SFTConfig, DPOConfig, RMConfig, GenerationConfig, EvaluationConfig]
-MAX_KEYS = 275  # 200, sampling, distillation, settings of single losses, free sections of other engines
+MAX_KEYS = 300  # 200, sampling, distillation, settings of single losses, free sections of other engines
 # The keys that most of verl's launch scripts set, with their values.
 FREQUENT = (Path(__file__).parent / "frequent_overrides.txt").read_text().split()
 

@@ -110,6 +110,10 @@ def test_a_valid_command_line_is_never_changed():
             "actor_rollout_ref.model.enable_gradient_checkpointing=true",
         ),
         (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 critic.ulysses_sequence_parallel_size=4",
+            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4",
+        ),
+        (
             "actor_rollout_ref.rollout.prompt_length=512 data.max_prompt_length=512",
             "data.max_prompt_length=512",
         ),
@@ -128,8 +132,8 @@ def test_a_key_with_another_name_is_taken_over(words, ours):
         ("actor_rollout_ref.hybrid_engine=False", RowKind.REFUSED),
         ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1", RowKind.DONE),
         ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", RowKind.NO_EFFECT),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", RowKind.DONE),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", RowKind.NO_EFFECT),
+        ("actor_rollout_ref.ref.ulysses_sequence_parallel_size=1", RowKind.DONE),
+        ("critic.ulysses_sequence_parallel_size=4", RowKind.NO_EFFECT),
         ("+ray_kwargs.ray_init.num_gpus=4", RowKind.ELSEWHERE),
         ("global_profiler.steps=[1,2]", RowKind.ELSEWHERE),
         ("actor_rollout_ref.rollout.max_model_len=2048", RowKind.DONE),

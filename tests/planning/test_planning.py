@@ -118,6 +118,34 @@ def test_rows_of_a_micro_batch_count_with_their_longest_length():
     assert few.models["actor"].sizes.tokens == 2 * 5120
 
 
+def test_processes_that_share_sequences_share_activations_and_budgets():
+    key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    alone, shared = job(actor_rollout_ref__actor__use_dynamic_bsz=True), {}
+    for size in (2, 4):
+        [process] = planned(with_settings(alone, {key: size}))
+        shared[size] = process.models["actor"]
+    [one] = planned(alone)
+    assert [memory.sizes.tokens for memory in shared.values()] == [2 * 16384, 4 * 16384]
+    for memory in shared.values():  # each process has as many tokens as before, and as few parameters
+        assert memory.by_phase()["backward_start"] == one.models["actor"].by_phase()["backward_start"]
+    [few] = planned(with_settings(job(data__train_batch_size=2), {key: 4}))
+    assert few.models["actor"].sizes.tokens == 8 * 5120  # 16 rows for 2 groups of processes
+
+
+def test_a_sequence_too_long_for_one_process_is_planned_for_several():
+    budgets = {
+        f"actor_rollout_ref__{name}_max_token_len_per_gpu": 140000 for name in ("actor__ppo", "rollout__log_prob")
+    }
+    long = job(data__max_response_length=131072, **budgets)
+    found = {each.layout: each for each in candidates(long, devices(48.0))}
+    assert found["as given"].problem
+    assert not found["sequence parallelism 4"].problem
+    changes = found["sequence parallelism 4"].changes
+    budget = changes["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"]
+    assert 4 * budget >= 131072 + 1024 > 4 * budget // 2
+    assert "sequence parallelism 8" not in found  # 28 heads
+
+
 def test_more_memory_gives_larger_micro_batches_and_less_memory_recomputation_and_offload():
     first = {gib: next(candidates(job(), devices(gib))) for gib in (32.0, 48.0, 80.0)}
     assert [found.problem for found in first.values()] == ["", "", ""]

@@ -5,6 +5,7 @@ The driver checks them before anything starts. Imports no built-in engine.
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import fields
 
 from hybridrl.config import checks
@@ -16,7 +17,7 @@ from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.config.schema.sft import SupervisedConfig
-from hybridrl.config.schema.workers import ModelConfig
+from hybridrl.config.schema.workers import ActorConfig, FSDPConfig, ModelConfig
 from hybridrl.errors import ConfigError
 
 MODE = "actor_rollout_ref.actor.router_replay.mode"
@@ -33,6 +34,10 @@ def engine_problems(config: PPOConfig) -> Problems:
     yield from idle_problems(config, *idle, why=f"with {key}.strategy={actor.strategy}; leave it out")
     if used == "megatron":
         yield from checks.megatron.policy_problems(config)
+    if used == "fsdp_config":
+        size = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        models = {config.actor_rollout_ref.model.path, config.critic.model.path, config.reward_model.model.path}
+        yield from sequence_parallel_problems(actor.fsdp_config, world_size=size, models=models, key=f"{key}.{used}")
     try:
         settings = engine_settings(actor)
     except ConfigError as error:
@@ -48,6 +53,42 @@ def supervised_engine_problems(config: SupervisedConfig) -> Problems:
     yield from idle_problems(config, *idle, why=f"with strategy={config.strategy}; leave it out")
     if used == "megatron":
         yield from checks.megatron.supervised_problems(config)
+    if used == "fsdp_config":
+        size = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        yield from sequence_parallel_problems(config.fsdp_config, world_size=size, models={config.model.path}, key=used)
+
+
+def sequence_parallel_problems(
+    settings: FSDPConfig, *, world_size: int, models: Collection[str | None], key: str
+) -> Problems:
+    """Yield why processes cannot share the tokens of a micro-batch.
+
+    Args:
+        settings: Of the FSDP engine.
+        world_size: Its processes.
+        models: Paths of the models; what is not a local directory is checked when it is loaded.
+        key: Section of the setting.
+    """
+    size = settings.ulysses_sequence_parallel_size
+    if size == 1:
+        return
+    name = f"{key}.ulysses_sequence_parallel_size={size}"
+    if world_size % size:
+        yield (
+            f"{name}: does not divide the {world_size} processes (trainer.nnodes * trainer.n_gpus_per_node); use a "
+            "divisor of it"
+        )
+    for path in sorted(path for path in models if path):
+        found = checks.megatron.local_model_config(path) or {}
+        heads = found.get("text_config", found).get("num_attention_heads", size)
+        if heads % size:
+            yield f"{name}: {path} has num_attention_heads={heads}, which {size} processes cannot share; use a divisor"
+
+
+def sequence_parts(trained: ActorConfig | SupervisedConfig) -> int:
+    """Return how many processes share the tokens of a micro-batch; token budgets are those of one."""
+    is_fsdp = SECTIONS.get(trained.strategy) == "fsdp_config"
+    return trained.fsdp_config.ulysses_sequence_parallel_size if is_fsdp else 1
 
 
 def routing_problems(config: PPOConfig) -> Problems:
@@ -140,7 +181,7 @@ def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
         rows = value_at(config, f"{section}.{prefix}micro_batch_size_per_gpu")
         key = f"{section}.{prefix or 'forward_'}max_token_len_per_gpu"
         budget = value_at(config, key)
-        if (dynamic or (exists and rows is None)) and budget < longest:
+        if (dynamic or (exists and rows is None)) and budget * sequence_parts(policy.actor) < longest:
             yield (
                 f"{key}={budget}: one sequence may have data.max_prompt_length + data.max_response_length = "
                 f"{longest} tokens; raise it"
@@ -162,7 +203,7 @@ def sft_token_budget_problems(config: SupervisedConfig) -> Problems:
     """Yield a token budget below the longest sequence."""
     budget, longest = config.data.max_token_len_per_gpu, config.data.max_length
     by_tokens = config.data.use_dynamic_bsz or config.data.micro_batch_size_per_gpu is None
-    if by_tokens and budget < longest:
+    if by_tokens and budget * sequence_parts(config) < longest:
         yield (
             f"data.max_token_len_per_gpu={budget}: one sequence may have data.max_length = {longest} tokens; raise it"
         )

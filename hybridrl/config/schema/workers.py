@@ -104,6 +104,18 @@ class FSDPConfig(CriticFSDPConfig, EngineSettings):
     reshard_after_forward: bool = setting(
         True, "Free the gathered parameters after forward (ZeRO-3) or keep them (ZeRO-2)."
     )
+    ulysses_sequence_parallel_size: int = setting(
+        1, "Processes that share the tokens of a micro-batch, for long sequences; reference and critic follow.", ge=1
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Return the number of processes that get the same rows."""
+        return self.ulysses_sequence_parallel_size
+
+    def single_process(self) -> Self:
+        """Return the settings with whole sequences in one process."""
+        return replace(self, ulysses_sequence_parallel_size=1)
 
 
 @dataclass(frozen=True)

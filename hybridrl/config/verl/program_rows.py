@@ -129,8 +129,7 @@ SFT_ROWS: tuple[Row, ...] = (
     renamed("optim.{lr_scheduler,warmup_style,lr_decay_style}", "optim.lr_scheduler_type"),
     renamed("optim.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
     renamed("use_remove_padding", "model.use_remove_padding"),
-    done("ulysses_sequence_parallel_size", "one process has whole sequences", "1"),
-    no_effect("ulysses_sequence_parallel_size", "sequence parallelism is not in this release"),
+    renamed("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"),
 )
 
 PROGRAM_ROWS = (*DATA_ROWS, *REWARD_ROWS, *TRAINER_ROWS, *SFT_ROWS)

@@ -20,7 +20,8 @@ LAYOUT = (
 )
 
 _SHARDED = "parameters are sharded over all worker processes"
-_ULYSSES = "sequence parallelism is not in this release; long sequences need more memory"
+_ULYSSES = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+_FOLLOW = "reference policy and critic share sequences as the actor does"
 _COMPILE = "models run uncompiled"
 _KERNELS = "there are no fused kernels in this release"
 _ENTROPY = "log-probs and entropy are computed in parts, and again in the backward pass"
@@ -87,12 +88,9 @@ FSDP_ROWS: tuple[Row, ...] = (
     renamed(f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size", _CHUNK),
     done(f"{FSDP}.{{entropy_from_logits_with_chunking,entropy_checkpointing}}", _ENTROPY),
     no_effect(f"{FSDP}.entropy_from_logits_chunk_size", "other models use the actor's"),
-    done(
-        f"{{{FSDP[1:-1]},{ACTOR},{REF},{CRITIC}}}.ulysses_sequence_parallel_size",
-        "one process has whole sequences",
-        "1",
-    ),
-    no_effect(f"{{{FSDP[1:-1]},{ACTOR},{REF},{CRITIC}}}.ulysses_sequence_parallel_size", _ULYSSES),
+    renamed(f"{ACTOR}.ulysses_sequence_parallel_size", _ULYSSES),
+    done(f"{{{OTHERS_FSDP[1:-1]},{REF},{CRITIC}}}.ulysses_sequence_parallel_size", _FOLLOW, same_as=_ULYSSES),
+    no_effect(f"{{{OTHERS_FSDP[1:-1]},{REF},{CRITIC}}}.ulysses_sequence_parallel_size", _FOLLOW),
 )
 
 MEGATRON_ROWS: tuple[Row, ...] = (

@@ -53,6 +53,7 @@ PARTIAL = (
 ELASTIC = "trainer.min_ranks=1 trainer.save_freq=1"
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"
 LAYOUT = "actor_rollout_ref.actor.megatron"
+ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 ROLLOUT_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 TRANSPORTS = {
@@ -225,6 +226,15 @@ def check(tmp_path):
             "context_parallel_size=1 = 3 does not",
         ),
         (f"{MEGATRON} {LAYOUT}.sequence_parallel=true", "sequence_parallel=true: has no effect with"),
+        (
+            f"{ULYSSES}=3 trainer.n_gpus_per_node=4",
+            f"{ULYSSES}=3: does not divide the 4 processes (trainer.nnodes * trainer.n_gpus_per_node); use a divisor",
+        ),
+        (
+            f"{ULYSSES}=2 trainer.n_gpus_per_node=2 data.max_response_length=8000 "
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4000",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4000: one sequence may have",
+        ),
         (
             f"{MEGATRON} {LAYOUT}.virtual_pipeline_model_parallel_size=2",
             "virtual_pipeline_model_parallel_size=2: has no effect with",

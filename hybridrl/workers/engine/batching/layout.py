@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
@@ -67,6 +68,21 @@ def placeholder_grid() -> TokenGrid:
 
 
 @dataclass(frozen=True)
+class SequencePart:
+    """Which tokens of each row this process computes.
+
+    Attributes:
+        rank: This process among its peers; peer 0 has the first tokens.
+        size: Peers.
+        group: Their process group.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
 class TokenLayout:
     """The model's input for one micro-batch, and the positions of its results.
 
@@ -83,6 +99,8 @@ class TokenLayout:
     shape: tuple[int, int]  # (b,R)
     spans: tuple[SequenceSpan, ...] = ()  # of a packed row, for `packed_attention`
     tree: "AttentionTree | None" = None  # of a packed row with shared prefixes, see `tree_layout`
+    last_row: torch.Tensor | None = None  # (n,) int64, which rows `last` (n,) is of; None: of all
+    part: SequencePart | None = None  # of the rows, if this layout has no more; see `sequence_parallel`
 
     def computed(self) -> dict[str, float]:
         """Return the tokens of a packed row and the tokens that they see: those before them in their rows, and them."""

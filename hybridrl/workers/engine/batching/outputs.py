@@ -45,7 +45,11 @@ def token_columns(batch: DataProto, rows: list[int], layout: TokenLayout, terms:
     found: dict[str, torch.Tensor] = {}
     for name in {name: None for term in terms.values() for name in term.columns}:
         column = batch.batch[name]
-        cells = column[rows].flatten(0, 1)[layout.cell.cpu()] if rows else column.new_zeros(1, *column.shape[2:])
+        cells = (
+            column[rows].flatten(0, 1)[layout.cell.cpu()]
+            if rows
+            else column.new_zeros(len(layout.cell), *column.shape[2:])
+        )
         found[name] = cells.to(layout.input_ids.device)
     return found
 
@@ -57,7 +61,7 @@ class OutputReader:
 
     Args:
         passed: Fields of a layout that the model's attention needs: "spans" of `packed_attention`, "tree" of
-            `tree_attention`.
+            `tree_attention`, "part" of `sequence_parallel`.
         terms: Further outputs of a causal model.
         whole_logits: Compute log-probs from whole logits.
         chunk: See `TokenStatsHead`.
@@ -147,6 +151,8 @@ class OutputReader:
         per_token, self._head_output = self._head_output, None
         assert per_token is not None, "the hook of the head ran in the forward pass"
         scores = per_token.flatten()[layout.last].float()
+        if layout.last_row is not None:
+            scores = scores.new_zeros(layout.shape[0]).index_copy(0, layout.last_row, scores)
         # FSDP gathers the root's parameters for the backward pass when a gradient reaches the root's own output.
         return {"scores": scores + 0.0 * pooled.sum() if pooled.requires_grad else scores}
 

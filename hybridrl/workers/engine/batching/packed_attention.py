@@ -107,7 +107,7 @@ def packed_sdpa(
     for span in spans:
         q, k, v = (_as_batch(states, span) for states in (query, key, value))
         mask = (
-            _band(span.width, sliding_window, query.device) if sliding_window and span.width > sliding_window else None
+            band(span.width, sliding_window, query.device) if sliding_window and span.width > sliding_window else None
         )
         out, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)  # (b,W,heads,d)
         parts.append(out.flatten(0, 1).index_select(0, span.cells))
@@ -119,7 +119,7 @@ def _as_batch(states: torch.Tensor, span: SequenceSpan) -> torch.Tensor:
     return states[0].index_select(1, span.tokens).unflatten(1, (-1, span.width)).transpose(0, 1)
 
 
-def _band(width: int, window: int, device: torch.device) -> torch.Tensor:
+def band(width: int, window: int, device: torch.device) -> torch.Tensor:
     """Return the (W,W) bool mask of a causal sliding window of `window` tokens."""
     distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
     return (distance >= 0) & (distance < window)

@@ -7,6 +7,7 @@ process group of its own.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ class FSDPEngine(ShardedEngine):
         """Load and shard the model, build the optimizer, and offload what the settings name."""
         config = self.config
         self._choose_device()
-        self.mesh_position = MeshPosition(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), is_output_rank=True)
+        rank, size = dist.get_rank(), config.settings.ulysses_sequence_parallel_size
+        self._part = batching.sequence_part(size) if size > 1 else None
+        self.mesh_position = MeshPosition(rank // size, dist.get_world_size() // size, is_output_rank=not rank % size)
         self.model = _sharded_model(config, self._device)
         self._shares_prefixes = config.share_prefixes and batching.use_tree_attention(self.model)
         self._reader = OutputReader(
@@ -85,9 +88,13 @@ class FSDPEngine(ShardedEngine):
         return model.config.get_text_config()._attn_implementation
 
     def _attention_inputs(self) -> tuple[str, ...]:
-        if self._shares_prefixes:
-            return ("tree",)
-        return ("spans",) if self.config.packed and use_packed_sdpa(self.model) else ()
+        own: tuple[str, ...] = ("tree",)
+        if not self._shares_prefixes:
+            own = ("spans",) if self.config.packed and use_packed_sdpa(self.model) else ()
+        if self._part is None:
+            return own
+        batching.use_sequence_parallel(self.model, self._part.size)
+        return ("spans", "tree", "part")
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
@@ -121,7 +128,10 @@ class FSDPEngine(ShardedEngine):
         if self._replay is not None:
             self._replay.begin(batch, rows, layout)
         terms = {name: term for name, term in self.config.token_terms.items() if name in outputs}
-        return self._reader(layout, outputs=outputs, columns=token_columns(batch, rows, layout, terms))
+        found = self._reader(layout, outputs=outputs, columns=token_columns(batch, rows, layout, terms))
+        if self._part is None:
+            return found
+        return {name: batching.SumOverPeers.apply(cells, self._part.group) for name, cells in found.items()}
 
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
@@ -140,7 +150,7 @@ class FSDPEngine(ShardedEngine):
                 loss = loss_of_no_rows(results)
             loss.backward()  # FSDP2 reduce-scatters the gradients in here
         self._reshard()
-        return as_numbers(stats)
+        return as_numbers(stats) if self.mesh_position.is_output_rank else []
 
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         self._load_to_device(params=True)
@@ -174,15 +184,18 @@ class FSDPEngine(ShardedEngine):
     def _micro_batch_layouts(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], TokenLayout]]:
         """Yield (row indices, layout on the device), equally often on every rank.
 
-        Ranks with fewer micro-batches add placeholders without rows.
+        Ranks with fewer micro-batches add placeholders without rows. Peers share the tokens of each micro-batch.
         """
+        if self._part is not None and micro.max_tokens is not None:
+            micro = replace(micro, max_tokens=micro.max_tokens * self._part.size)
         how = {"packed": self.config.packed, "shared": self._shares_prefixes}
         grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device, replay=self._replay)
         num_rows = sum(map(len, groups))
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
             report_work(sum(map(len, groups[:number])), num_rows, "rows")
-            yield rows, self._count(layout_of(grid, rows, **how)).to(self._device)
+            layout = self._count(layout_of(grid, rows, **how))
+            yield rows, (layout if self._part is None else batching.part_of_layout(layout, self._part)).to(self._device)
 
 
 def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import LossFn, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OUTPUTS, check_outputs
@@ -277,7 +278,7 @@ class MegatronEngine(ShardedEngine):
     def _cells(self, values: torch.Tensor, cell: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         cells = values.new_zeros(math.prod(size), dtype=torch.float32).index_copy(0, cell, values.float()).view(size)
         return (
-            _SumOverParts.apply(cells, parallel_state.get_context_parallel_group())
+            batching.SumOverPeers.apply(cells, parallel_state.get_context_parallel_group())
             if self._sharding.cp_size > 1
             else cells
         )
@@ -320,20 +321,3 @@ class MegatronEngine(ShardedEngine):
             for name in outputs:
                 dist.broadcast(joined[name], src=parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
         return {name: tensor.cpu() for name, tensor in joined.items()}
-
-
-class _SumOverParts(torch.autograd.Function):
-    """Sum over context-parallel peers, each of which has some of the cells and zeros elsewhere.
-
-    All peers compute the same loss from the sum, so the gradient of a peer's part is the gradient of the sum.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, cells: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = cells.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None

@@ -20,7 +20,8 @@ class EngineSizes:
     Attributes:
         strategy: "fsdp" or "megatron".
         processes: Processes of the engine.
-        tensor, pipeline, context: Sizes of Megatron's layout.
+        tensor, pipeline: Sizes of Megatron's layout.
+        context: Processes that share the tokens of a micro-batch (Megatron's context parallelism, FSDP's Ulysses).
         sequence_parallel: Norms are sharded over tensor-parallel processes.
         distributed_optimizer: Megatron shards the optimizer state over data-parallel processes.
         dtype: Dtype of the computation.

@@ -1,0 +1,126 @@
+"""Sequence parallelism of the FSDP2 engine: 2 and 4 real processes (gloo) against the same work in one."""
+
+import multiprocessing
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.errors import ConfigError
+from hybridrl.workers.engine.batching.layout import SequencePart, make_layout, token_grid
+from hybridrl.workers.engine.batching.sequence_parallel import part_of_layout
+from tests.support.workers.engine_cases import (
+    WHOLE,
+    assert_same_weights,
+    make_batch,
+    make_engine,
+    save_scorer,
+    save_tiny_qwen2,
+)
+from tests.support.workers.sequence_parallel_cases import CASES, MODELS, rank, work
+
+RUN_S = 150
+pytestmark = [pytest.mark.timeout(2 * RUN_S + 60), pytest.mark.usefixtures("process_group")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("sequence_parallel")
+    for name, changes in MODELS.items():
+        save_tiny_qwen2(path / name, **changes)
+    save_scorer(str(path / "tied"), path / "scorer")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> Iterator[dict[int, list[dict]]]:
+    """The results of each rank, by the number of ranks. One process imports the libraries and is forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["transformers.models.qwen2", "tests.support.workers.sequence_parallel_cases"])
+    for world in (2, 4):
+        running = [context.Process(target=rank, args=(number, world, str(folder))) for number in range(world)]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(RUN_S)
+        codes = [process.exitcode for process in running]
+        for process in running:
+            process.kill()
+        assert codes == [0] * world
+    yield {
+        world: [torch.load(folder / f"{world}_{n}.pt", weights_only=False) for n in range(world)] for world in (2, 4)
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The same work in this process, each case when it is first asked for."""
+    found: dict[str, dict] = {}
+
+    def of(name: str) -> dict:
+        case = CASES[name]
+        padded = case.settings | {"packed": False, "gradient_checkpointing": False}
+        if name not in found:
+            found[name] = work(case._replace(world=1, size=1, settings=padded, micro=WHOLE, first=None), folder)
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peers_compute_the_outputs_gradients_and_steps_of_one_process(ranks, alone, name):
+    expected = alone(name)
+    for found in (result[name] for result in ranks[CASES[name].world]):
+        number = found["outputs"].pop("number")
+        for output, column in found["outputs"].items():
+            torch.testing.assert_close(column, expected["outputs"][output][number], atol=1e-6, rtol=1e-6)
+        for parameter, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, expected["gradients"][parameter], atol=1e-6, rtol=1e-5)
+        for report, wanted in zip(found["reports"], expected["reports"], strict=True):
+            assert report == pytest.approx(wanted, rel=1e-5)
+        assert_same_weights(found["weights"], expected["weights"], atol=5e-6)  # Adam: lr 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_peer_reports_the_loss_and_all_have_the_same_rows(ranks, alone, name):
+    case = CASES[name]
+    found = [result[name] for result in ranks[case.world]]
+    assert [one["mesh"].dp_rank for one in found] == [number // case.size for number in range(case.world)]
+    assert [bool(one["stats"]) for one in found[1 : case.size]] == [False] * (case.size - 1)
+    total = sum(stats["loss"] for one in found for stats in one["stats"])
+    assert total == pytest.approx(sum(stats["loss"] for stats in alone(name)["stats"]), abs=1e-6)
+    assert sum(stats["rows"] for one in found for stats in one["stats"]) == 24
+
+
+def test_a_checkpoint_of_two_peers_loads_in_an_engine_of_four_and_in_one_process(ranks, folder):
+    saved = ranks[2][0]["2 ranks, packed"]["weights"]
+    assert_same_weights(ranks[4][3]["loaded"], saved, atol=0)
+    engine = make_engine(str(folder / "tied"))
+    engine.load(str(folder / "saved_by_2"))
+    assert_same_weights(dict(engine.weights()), saved, atol=0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_parts_together_are_the_layout_with_a_fill_at_the_end(packed, size):
+    whole = make_layout(token_grid(make_batch(7)), [3, 0, 5], packed=packed)
+    parts = [part_of_layout(whole, SequencePart(rank, size)) for rank in range(size)]
+    assert len({part.input_ids.shape for part in parts}) == 1
+    joined = partial(torch.cat, dim=1)
+    width = whole.input_ids.size(1)
+    assert joined([part.input_ids for part in parts])[:, :width].equal(whole.input_ids)
+    assert joined([part.position_ids for part in parts])[:, :width].equal(whole.position_ids)
+    # Every response token is of one peer, which has the state before it.
+    assert sorted(torch.cat([part.cell for part in parts]).tolist()) == sorted(whole.cell.tolist())
+    token_before = {int(c): int(whole.input_ids.flatten()[s]) for c, s in zip(whole.cell, whole.state, strict=True)}
+    for part in parts:
+        tokens = part.input_ids.flatten()[part.state].tolist()
+        assert tokens == [token_before[cell] for cell in part.cell.tolist()]
+    assert sorted(torch.cat([part.last_row for part in parts]).tolist()) == [0, 1, 2]
+
+
+def test_a_size_that_does_not_divide_the_processes_is_refused(folder):
+    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=3: does not divide the 1 processes"):
+        make_engine(str(folder / "tied"), ulysses_sequence_parallel_size=3)
