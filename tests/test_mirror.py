@@ -54,6 +54,7 @@ OF_A_TOPIC = {
     "single_controller/test_calls.py",
     "single_controller/test_failures.py",
     "trainer/data/test_step_prompts.py",
+    "workers/rollout/test_images.py",
     "workers/test_nonfinite.py",
 }
 

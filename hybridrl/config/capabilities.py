@@ -43,6 +43,7 @@ class RolloutCapabilities:
     tensor_parallel: several worker processes share one engine. With `requests` each of them gets the same ones between
         the same two steps, and must schedule them alike.
     routes: it returns the experts of every token of a mixture of experts (`GeneratedTokens.routes`).
+    images: `generate_with_images` takes prompts with images.
     sampling: the names of `SAMPLING` that it honours.
     """
 
@@ -54,6 +55,7 @@ class RolloutCapabilities:
     adapters: bool = False
     tensor_parallel: bool = False
     routes: bool = False
+    images: bool = False
     sampling: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

@@ -133,6 +133,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
             total_steps=total_optimizer_steps,
             grad_clip=actor.grad_clip,
             lora=lora_of(policy),
+            freeze_vision_tower=actor.freeze_vision_tower,
             token_terms=self._student_terms(),
             replays_routes=actor.router_replay.mode != "disabled",
         )

@@ -17,6 +17,7 @@ import torch
 
 from hybridrl import algos
 from hybridrl.algos.partition import balanced_partition
+from hybridrl.algos.partition.row_images import images_of, prefix_rows
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
@@ -91,7 +92,9 @@ def _parts(lengths: np.ndarray, pairs: np.ndarray, num_parts: int, *, balance: b
 
 def _parts_by_prefix(data: DataProto, rows: np.ndarray, num_parts: int) -> np.ndarray:
     """Return the part of each of the rows, (B,) int64. Rows with a common prefix are in one part where that pays."""
-    tokens = algos.prefix_tree.real_tokens(data.batch["input_ids"][rows], data.batch["attention_mask"][rows])
+    images = images_of(data)
+    own = None if images is None else [images[row] for row in rows]
+    tokens = prefix_rows(data.batch["input_ids"][rows], data.batch["attention_mask"][rows], own)
     return _part_of_each(algos.prefix_tree.balanced_tree_parts(tokens, num_parts), len(rows))
 
 

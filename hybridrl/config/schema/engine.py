@@ -22,6 +22,7 @@ class EngineSettings:
         supports_shared_prefixes: The engine computes common first tokens of the rows of a micro-batch once.
         supports_token_terms: The engine computes outputs from the log-probs of the whole vocabulary.
         supports_routing_replay: The engine records and replays the experts of a mixture of experts.
+        supports_images: The engine computes the vision tower of a model, for rows with images.
     """
 
     dtype = "auto"
@@ -31,6 +32,7 @@ class EngineSettings:
     supports_shared_prefixes = False
     supports_token_terms = False
     supports_routing_replay = False
+    supports_images = False
 
     @property
     def model_parallel_size(self) -> int:

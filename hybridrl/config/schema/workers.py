@@ -98,6 +98,7 @@ class FSDPConfig(CriticFSDPConfig, EngineSettings):
     supports_shared_prefixes = True
     supports_token_terms = True
     supports_routing_replay = True
+    supports_images = True
     dtype: str = setting(
         "auto", "Compute dtype; auto is bfloat16 on CUDA, float32 on CPU.", choices=("auto", "float32", "bfloat16")
     )
@@ -192,6 +193,9 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(False, DYNAMIC)
     ppo_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
+    freeze_vision_tower: bool = setting(
+        False, "Do not train the part of the model that computes images, its projection to the text's states included."
+    )
     use_prefix_grouper: bool = setting(
         False, "Compute first tokens that rows of a micro-batch have in common once, in policy, reference and teachers."
     )

@@ -226,7 +226,6 @@ ACTOR_ROWS: tuple[Row, ...] = (
     no_effect(f"{{{REF},{CRITIC}}}.entropy_from_logits_chunk_size", "other models use the actor's"),
     no_effect(f"{ROLES}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted"),
     done(f"{ACTOR}.use_remove_padding", "it is the model's", same_as=f"{MODEL}.use_remove_padding"),
-    done(f"{ACTOR}.freeze_vision_tower", "models read text only", "false"),
     elsewhere(f"{ROLES}.checkpoint", _WHOLE),
     elsewhere("{actor_rollout_ref.actor,actor_rollout_ref.ref,actor_rollout_ref.rollout,critic}.profiler", _PROFILER),
     renamed(f"{ACTOR}.{{megatron,veomni,fsdp_config}}.router_replay.mode", f"{ACTOR}.router_replay.mode"),

@@ -9,16 +9,19 @@ Shape letters: B rows, P tokens of the batch's longest prompt.
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_DATA, IMAGE_INPUTS
 from hybridrl.config.schema.data import DataConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
+from hybridrl.trainer import data as data_room
 from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, reject_json_text, render, truncate
 from hybridrl.trainer.data.epoch_sampler import EpochSampler
 from hybridrl.trainer.data.parquet import ParquetRows
@@ -38,12 +41,12 @@ class RLHFDataset:
         data_files: Parquet files; one path or a list.
         tokenizer: A Hugging Face tokenizer.
         config: Which column, which limit, what to do with longer prompts.
-        processor: None. Subclasses for verl pass it on; prompts with images are not supported.
+        processor: Of the model, see `ImageProcessor`; None: the model reads text only.
         max_samples: Use only the first rows; -1 means all.
 
     Raises:
-        DataError: A file or column is missing or has the wrong type, a row is not a prompt, a row has images, no prompt
-            is left, or a prompt is too long and `data.truncation=error`.
+        DataError: A file or column is missing or has the wrong type, a row is not a prompt, an image is not one, no
+            prompt is left, or a prompt is too long and `data.truncation=error`.
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class RLHFDataset:
         data_files: list[str] | str,
         tokenizer: Any,
         config: DataConfig,
-        processor: None = None,
+        processor: Any = None,
         max_samples: int = -1,
     ):
-        self.tokenizer, self.config = tokenizer, config
+        self.tokenizer, self.config, self.processor = tokenizer, config, processor
         self._rows = ParquetRows(data_files)
         self._rows.require(config.prompt_key, "data.prompt_key")
         for column in ("reward_model", "extra_info"):
@@ -63,9 +66,10 @@ class RLHFDataset:
             self._rows.require(config.ground_truth_key, "data.ground_truth_key")
         for column in ("data_source", "ability"):
             self._rows.require_texts(column)
-        self._reject_images()
+        self._image_column = self._find_image_column()
         num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._reject_missing_truths(num_rows)
+        self._image_tokens: dict[int, int] = {}  # row -> tokens of its images, beyond their placeholders
         self._tokens = self._tokenize(num_rows)
         self._rows_in_use = self._fitting_rows()
         if not self._rows_in_use:
@@ -80,7 +84,7 @@ class RLHFDataset:
         row = self._rows_in_use[position]
         columns = self._rows[row]
         extra_info = columns.get("extra_info") or {}
-        tokens = truncate(self._tokens[row], self.config.max_prompt_length, self.config.truncation)
+        tokens, images = self._tokens_and_images(row, columns)
         return {
             "input_ids": torch.from_numpy(tokens.astype(np.int64)),
             "raw_prompt_ids": tokens.tolist(),
@@ -92,7 +96,35 @@ class RLHFDataset:
             "index": row if extra_info.get("index") is None else extra_info["index"],
             "uid": str(row),
             **({"agent_name": columns["agent_name"]} if "agent_name" in columns else {}),
+            **images,
         }
+
+    def _tokens_and_images(self, row: int, columns: Mapping[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
+        """Return a row's tokens and its columns of images: encoded ones, and what the model reads."""
+        tokens, limit = self._tokens[row], self.config.max_prompt_length
+        if row not in self._image_tokens:
+            return truncate(tokens, limit, self.config.truncation), {}
+        location = self._rows.location(row)
+        encoded, images = self._images(columns, location)
+        tokens, inputs = self.processor(tokens, images)
+        data_room.check_tokens(len(tokens), limit, location)
+        return tokens, {IMAGE_DATA: {"images": encoded}, IMAGE_INPUTS: inputs}
+
+    def _images(self, columns: Mapping[str, Any], location: str) -> tuple[list[bytes], list]:
+        """Return the images of a row, encoded and decoded."""
+        if self._image_column is None:
+            return [], []
+        values = data_room.image_list(
+            columns.get(self._image_column), location, max_images=self.config.max_images_per_prompt
+        )
+        folder = os.path.dirname(location.rpartition(" row ")[0])
+        encoded = [data_room.encoded_image(value, location, folder=folder) for value in values]
+        return encoded, [data_room.decoded_image(image, location) for image in encoded]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any row in use has an image."""
+        return not self._image_tokens.keys().isdisjoint(self._rows_in_use)
 
     def _reward_model(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the reward of a row needs: its own mapping, or the column that `data.ground_truth_key` names."""
@@ -130,12 +162,21 @@ class RLHFDataset:
         first = self._rows.first_rows("data_source") or {"unknown": 0}
         return {source: self._rows.location(row) for source, row in first.items()}
 
-    def _reject_images(self) -> None:
-        row = self._rows.first_filled(self.config.image_key)
-        if row is not None:
-            key = self.config.image_key
-            location = self._rows.location(row)
-            raise DataError(f"{location} has images in column {key!r} (data.image_key); this release reads text only")
+    def _find_image_column(self) -> str | None:
+        """Return the column with images: that of `data.image_key`, or TRL's `image`; None: no row has any."""
+        for column in ("videos", "audios"):
+            if (row := self._rows.first_filled(column)) is not None:
+                raise DataError(f"{self._rows.location(row)} has {column}, which are not read; remove the column")
+        for column in (self.config.image_key, "image"):
+            if (row := self._rows.first_filled(column)) is None:
+                continue
+            if self.processor is None:
+                raise DataError(
+                    f"{self._rows.location(row)} has images in column {column!r} (data.image_key), and the model reads "
+                    "text only; take a model that reads images, or remove the column"
+                )
+            return column
+        return None
 
     def _tokenize(self, num_rows: int) -> list[np.ndarray]:
         """Return the untruncated tokens of the first `num_rows` rows, each (length,) int32."""
@@ -146,21 +187,34 @@ class RLHFDataset:
 
     def _tokenize_rows(self, start: int, prompts: list) -> list[list[int]]:
         conversations = [as_messages(prompt, self._rows.location(start + i)) for i, prompt in enumerate(prompts)]
+        if self.processor is not None:
+            return [self._tokenize_with_images(start + i, messages) for i, messages in enumerate(conversations)]
         if not getattr(self.tokenizer, "chat_template", None) and all(isinstance(prompt, str) for prompt in prompts):
             return self.tokenizer(prompts)["input_ids"]
         location = lambda i: self._rows.location(start + i)  # noqa: E731
-        rendered = render(
-            self.tokenizer,
-            conversations,
-            location,
-            add_generation_prompt=True,
-            **self.config.apply_chat_template_kwargs,
-        )
-        return rendered["input_ids"]
+        return self._render(conversations, location)
+
+    def _render(self, conversations: list[list[dict]], location: Callable[[int], str]) -> list[list[int]]:
+        options = self.config.apply_chat_template_kwargs
+        return render(self.tokenizer, conversations, location, add_generation_prompt=True, **options)["input_ids"]
+
+    def _tokenize_with_images(self, row: int, messages: list[dict]) -> list[int]:
+        """Return the tokens of the chat template, with one placeholder per image; every image is decoded once."""
+        location = self._rows.location(row)
+        _, images = self._images(self._rows[row] if self._image_column else {}, location)
+        [tokens] = self._render([data_room.messages_with_images(messages, len(images), location)], lambda _: location)
+        self.processor.check_placeholders(tokens, len(images), location)
+        if images:
+            self._image_tokens[row] = self.processor.num_tokens(images) - len(images)
+        return tokens
+
+    def _length(self, row: int) -> int:
+        """Return the tokens of a row, those of its images included."""
+        return len(self._tokens[row]) + self._image_tokens.get(row, 0)
 
     def _fitting_rows(self) -> list[int]:
         limit = self.config.max_prompt_length
-        too_long = [row for row, tokens in enumerate(self._tokens) if len(tokens) > limit]
+        too_long = [row for row in range(len(self._tokens)) if self._length(row) > limit]
         if self.config.filter_overlong_prompts:
             dropped, total = set(too_long), len(self._tokens)
             logger.info(
@@ -172,12 +226,14 @@ class RLHFDataset:
             return [row for row in range(total) if row not in dropped]
         if too_long and self.config.truncation == "error":
             self._reject_overlong(too_long)
+        for row in self._image_tokens.keys() & set(too_long):
+            data_room.check_tokens(self._length(row), limit, self._rows.location(row))
         return list(range(len(self._tokens)))
 
     def _reject_overlong(self, rows: list[int]) -> None:
-        limit, first, longest = self.config.max_prompt_length, rows[0], max(len(self._tokens[row]) for row in rows)
+        limit, first, longest = self.config.max_prompt_length, rows[0], max(map(self._length, rows))
         raise DataError(
-            f"{self._rows.location(first)}: a prompt of {len(self._tokens[first])} tokens is longer than "
+            f"{self._rows.location(first)}: a prompt of {self._length(first)} tokens is longer than "
             f"data.max_prompt_length={limit}"
             f" ({len(rows)} of {len(self._tokens)} are, the longest has {longest});"
             " raise data.max_prompt_length, or set data.filter_overlong_prompts=true, or data.truncation "
@@ -222,7 +278,9 @@ def object_column(values: list) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))
 
 
-def load_dataset(config: DataConfig, files: list[str] | str, tokenizer: Any, *, max_samples: int = -1) -> Any:
+def load_dataset(
+    config: DataConfig, files: list[str] | str, tokenizer: Any, *, processor: Any = None, max_samples: int = -1
+) -> Any:
     """Return the dataset over `files`: an `RLHFDataset`, or the class in `data.custom_cls` with the same arguments.
 
     Raises:
@@ -230,7 +288,7 @@ def load_dataset(config: DataConfig, files: list[str] | str, tokenizer: Any, *, 
     """
     custom = config.custom_cls
     if custom.path is None and custom.name is None:
-        return RLHFDataset(files, tokenizer, config, max_samples=max_samples)
+        return RLHFDataset(files, tokenizer, config, processor, max_samples)
     if custom.path is None or custom.name is None:
         raise ConfigError(
             f"data.custom_cls.path={custom.path} and data.custom_cls.name={custom.name} go together; set both or none"
@@ -240,16 +298,15 @@ def load_dataset(config: DataConfig, files: list[str] | str, tokenizer: Any, *, 
         raise ConfigError(
             f"data.custom_cls: {custom.name} in {custom.path} is not a class with __len__ and __getitem__"
         )
-    return _constructed(
-        cls, (files, tokenizer, config), max_samples=max_samples, what=f"{custom.name} in {custom.path}"
-    )
+    what = f"{custom.name} in {custom.path}"
+    return _constructed(cls, (files, tokenizer, config), processor=processor, max_samples=max_samples, what=what)
 
 
-def _constructed(cls: type, arguments: tuple[Any, ...], *, max_samples: int, what: str) -> Any:
+def _constructed(cls: type, arguments: tuple[Any, ...], *, processor: Any, max_samples: int, what: str) -> Any:
     """Return the dataset of a custom class; one for verl needs a processor, too, and need not take `max_samples`."""
     parameters = inspect.signature(cls).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    given: dict[str, Any] = {"processor": None} if "processor" in parameters else {}
+    given: dict[str, Any] = {"processor": processor} if "processor" in parameters else {}
     if takes_all or "max_samples" in parameters or max_samples >= 0:
         given["max_samples"] = max_samples
     try:
@@ -286,7 +343,7 @@ def load_sampler(config: DataConfig, dataset: Any) -> Any:
 
 
 def load_prompt_data(
-    data: DataConfig, tokenizer: Any, train: Any, val: Any, collate: Callable, sampler: Any
+    data: DataConfig, tokenizer: Any, train: Any, val: Any, collate: Callable, sampler: Any, *, processor: Any = None
 ) -> tuple[PromptLoader | NoPrompts, Any]:
     """Return the loader of training prompts, and the validation set or None.
 
@@ -295,11 +352,12 @@ def load_prompt_data(
     Args:
         train, val, sampler: None takes what the settings name.
         collate: Rows to a `DataProto`.
+        processor: Of a model that reads images.
     """
     if train is None and data.train_files:
-        train = load_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
+        train = load_dataset(data, data.train_files, tokenizer, processor=processor, max_samples=data.train_max_samples)
     if val is None and data.val_files:
-        val = load_dataset(data, data.val_files, tokenizer, max_samples=data.val_max_samples)
+        val = load_dataset(data, data.val_files, tokenizer, processor=processor, max_samples=data.val_max_samples)
     if train is None:
         return NoPrompts(), val
     sampler = load_sampler(data, train) if sampler is None else sampler

@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 
 from hybridrl.errors import DataError
 from hybridrl.system.atomic_write import replaced_file
+from hybridrl.trainer import data
 
 logger = logging.getLogger(__name__)
-COLUMNS = ("prompt", "data_source", "reward_model", "ability", "agent_name")
+COLUMNS = ("prompt", "data_source", "reward_model", "ability", "agent_name", "images", "image")
 """Columns that keep their place; all others become entries of `extra_info`."""
+IMAGES = ("images", "image")
 SOURCE = "python"
 """`data_source` of rows without one."""
 
@@ -46,6 +48,13 @@ def prompt_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
         raise DataError(f"the rows cannot be stored as columns of one type each: {reason:.300}") from error
 
 
+def _stored_images(value: Any) -> Any:
+    """Return images of Pillow as mappings with PNG; what a file can hold is returned as it is."""
+    if isinstance(value, list):
+        return [_stored_images(image) for image in value]
+    return {"bytes": data.as_encoded(value), "path": None} if hasattr(value, "tobitmap") else value
+
+
 def _truth(row: Mapping[str, Any]) -> Any:
     truth = row["reward_model"]
     return truth.get("ground_truth") if isinstance(truth, Mapping) else truth
@@ -69,6 +78,7 @@ def _prompt_row(row: Mapping[str, Any], number: int) -> dict[str, Any]:
     extra = dict(row.get("extra_info") or {})
     extra |= {name: value for name, value in row.items() if name not in (*COLUMNS, "extra_info", "ground_truth")}
     kept = {name: row[name] for name in COLUMNS if name in row}
+    kept |= {name: _stored_images(kept[name]) for name in IMAGES if name in kept}
     return {
         "data_source": SOURCE,
         "reward_model": {"style": "rule", "ground_truth": row.get("ground_truth")},

@@ -16,6 +16,7 @@ import torch
 from hybridrl import algos
 from hybridrl.algos import advantages, policy_losses
 from hybridrl.algos.partition import balanced_partition
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS, images_of, prefix_rows
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.ppo import SelectSamplesConfig
 from hybridrl.data_plane.futures import DataProtoFuture
@@ -175,8 +176,8 @@ def add_covariance_selection(data: DataProto, config: PPOConfig, *, step: int) -
 
 
 def select_columns(batch: DataProto, names: Collection[str]) -> DataProto:
-    """Return a batch with these columns only, without `meta_info`."""
-    objects = [name for name in names if name in batch.non_tensor_batch]
+    """Return a batch with these columns and the rows' images only, without `meta_info`."""
+    objects = [name for name in {*names, IMAGE_INPUTS} if name in batch.non_tensor_batch]
     tensors = [name for name in names if name not in objects]
     return batch.select(batch_keys=tensors, non_tensor_batch_keys=objects, meta_info_keys=[])
 
@@ -197,7 +198,7 @@ def call_balanced(
     if num_ranks == 1 or not balance:
         return submit(data)
     if share_prefixes:
-        rows = algos.prefix_tree.real_tokens(data.batch["input_ids"], data.batch["attention_mask"])
+        rows = prefix_rows(data.batch["input_ids"], data.batch["attention_mask"], images_of(data))
         parts = algos.prefix_tree.balanced_tree_parts(rows, num_ranks)
     else:
         parts = balanced_partition(data.batch["attention_mask"].sum(-1).tolist(), num_ranks)

@@ -4,6 +4,11 @@ from .base import LossFn as LossFn
 from .base import MeshPosition as MeshPosition
 from .base import MicroBatching as MicroBatching
 from .base import StateTensors as StateTensors
+from .image_model import image_positions as image_positions
+from .image_model import placeholder_ids as placeholder_ids
+from .image_model import prefill_inputs as prefill_inputs
+from .image_model import prepare_images as prepare_images
+from .image_model import vision_tower as vision_tower
 from .lora import WEIGHTS as WEIGHTS
 from .lora import adapters_off as adapters_off
 from .lora import add_adapters as add_adapters

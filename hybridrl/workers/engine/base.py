@@ -96,6 +96,7 @@ class EngineSetup:
         logits_chunk: At most as many logits exist at a time as those of this many tokens. None chooses it by the
             device.
         replays_routes: Replay the column `routed_experts` where a batch has it, see `RoutingEngine`.
+        freeze_vision_tower: Do not train the part of the model that computes images.
         token_terms: Further outputs by name, besides log-probs and entropy. Only engines whose settings declare
             `supports_token_terms` compute them.
     """
@@ -119,6 +120,7 @@ class EngineSetup:
     logits_chunk: int | None = None
     replays_routes: bool = False
     token_terms: Mapping[str, TokenTerm] = field(default_factory=dict)
+    freeze_vision_tower: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:

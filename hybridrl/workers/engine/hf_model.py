@@ -24,6 +24,9 @@ AUTO_CLASSES = {
     "value": "AutoModelForTokenClassification",
     "score": "AutoModelForSequenceClassification",
 }
+IMAGE_AUTO_CLASS = "AutoModelForImageTextToText"
+IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl")
+"""Families with a vision tower. One enters when a test compares it with plain transformers."""
 NO_SCORE_HEAD = "; it is not a trained reward model: set reward_model.model.path to a model with a score head"
 
 
@@ -50,6 +53,11 @@ def vocabulary_size(path: str, *, trust_remote_code: bool) -> int:
     Often more than its tokenizer has tokens.
     """
     return int(overridden_config(path, {}, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
+
+
+def reads_images(found: Any) -> bool:
+    """Return whether a `PretrainedConfig` is that of a model whose vision tower engines run."""
+    return found.model_type in IMAGE_MODELS
 
 
 def hf_config(config: EngineSetup) -> Any:
@@ -121,7 +129,7 @@ def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Mod
     """
     with torch.random.fork_rng(devices=[]), _quiet_transformers(), model_errors(config.path, "cannot load it"):
         torch.manual_seed(config.seed)
-        model, report = _auto_class(config).from_pretrained(
+        model, report = _auto_class(config, found).from_pretrained(
             config.path,
             config=found,
             dtype=dtype,
@@ -174,7 +182,7 @@ def _quiet_transformers() -> Iterator[None]:
 def empty_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Module:
     """Return the model on the meta device: structure without memory."""
     with torch.device("meta"), model_errors(config.path, "cannot build it"):
-        model = _auto_class(config).from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
+        model = _auto_class(config, found).from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
     return _with_float32_heads(model, config).eval()
 
 
@@ -196,10 +204,14 @@ def _with_float32_heads(model: nn.Module, config: EngineSetup) -> nn.Module:
     return model
 
 
-def _auto_class(config: EngineSetup) -> Any:
+def _auto_class(config: EngineSetup, found: Any) -> Any:
     import transformers
 
-    return getattr(transformers, AUTO_CLASSES[config.kind])
+    if not reads_images(found):
+        return getattr(transformers, AUTO_CLASSES[config.kind])
+    if config.kind != "causal_lm":
+        raise ConfigError(f"{config.path}: a model that reads images computes no {config.kind}; use a model of text")
+    return getattr(transformers, IMAGE_AUTO_CLASS)
 
 
 def check_packable(model: nn.Module) -> None:

@@ -10,12 +10,13 @@ Shapes: B prompt rows, n samples per prompt, S = B * n sequences.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from hybridrl.algos.partition.row_images import RowImages, images_of
 from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES
 from hybridrl.config.capabilities import RolloutCapabilities as RolloutCapabilities
 from hybridrl.config.schema.workers import RolloutConfig
@@ -147,8 +148,23 @@ class Rollout(ABC):
                 token t of a sample with `uniforms(key, t)`; another one may use them as seeds.
             sampling: How to sample.
             num_done: How many of each list's last tokens belong to the response; penalties, `min_tokens` and `stop`
-                count them. 0 without the capability `partial`.
         """
+
+    def generate_with_images(
+        self,
+        prompts: list[list[int]],
+        images: Sequence[RowImages | None],
+        keys: torch.Tensor,
+        sampling: SamplingParams,
+    ) -> GeneratedTokens:
+        """Return what `generate_tokens` returns, for prompts with images. Needs the capability `images`.
+
+        A response never has a token that stands for an image.
+        """
+        raise ConfigError(
+            f"{ROLLOUT_KEY}.name: the prompts have images, and the {self.engine_name} rollout does not declare the "
+            "capability images; use hf"
+        )
 
     @abstractmethod
     def replace_weights(self, weights: Iterable[NamedTensor]) -> None:
@@ -235,7 +251,12 @@ class Rollout(ABC):
         if len(prompts) == 0:
             generated = GeneratedTokens.empty(0, sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id)
         else:
-            generated = self.generate_tokens(token_lists(prompts), sequence_keys(seeds, sampling.n), sampling)
+            tokens, keys, images = token_lists(prompts), sequence_keys(seeds, sampling.n), images_of(prompts)
+            generated = (
+                self.generate_tokens(tokens, keys, sampling)
+                if images is None
+                else self.generate_with_images(tokens, images, keys, sampling)
+            )
         return with_responses(prompts, generated, sampling=sampling, version=version)
 
     @functools.cached_property

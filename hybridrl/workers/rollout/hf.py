@@ -12,21 +12,23 @@ It does not batch continuously: a batch of at most max_num_seqs sequences is fil
 Shapes: S sequences decoded together, P width of their prompts, R maximum new tokens, V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
 from typing import Any
 
 import torch
 
+from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.workers import RolloutConfig
 from hybridrl.errors import model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
-from hybridrl.workers import rollout
+from hybridrl.workers import engine, rollout
+from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, needs_history, uniforms
@@ -54,6 +56,7 @@ class HFRollout(VersionedRollout):
         requests=True,
         adapters=True,
         routes=True,
+        images=True,
         sampling=frozenset(SAMPLING),
     )
 
@@ -70,6 +73,8 @@ class HFRollout(VersionedRollout):
         self._device = torch.device(setup.device)
         self._accepted = frozenset(signature(self._model.forward).parameters)
         self._routes = rollout.RouteLog(self._model) if setup.config.enable_rollout_routing_replay else None
+        self._reads_images = reads_images(self._model.config)
+        self._never = engine.placeholder_ids(self._model.config) if self._reads_images else ()
         super().__init__(setup, names=WeightNames.of(self._model))
         self._use_weights_on_disk()
 
@@ -104,9 +109,24 @@ class HFRollout(VersionedRollout):
     def _reclaim_memory(self) -> None:
         self._model.to(self._device)
 
+    def generate_with_images(
+        self,
+        prompts: list[list[int]],
+        images: Sequence[RowImages | None],
+        keys: torch.Tensor,
+        sampling: SamplingParams,
+    ) -> GeneratedTokens:
+        return self._generated(lambda: self._generate(prompts, keys, sampling, images=images))
+
     @torch.inference_mode()
     def _generate(
-        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+        self,
+        prompts: list[list[int]],
+        keys: torch.Tensor,
+        sampling: SamplingParams,
+        *,
+        num_done: int = 0,
+        images: Sequence[RowImages | None] | None = None,
     ) -> GeneratedTokens:
         history, stop = None, self.stop_condition(sampling)
         if needs_history(sampling, stop):
@@ -118,7 +138,7 @@ class HFRollout(VersionedRollout):
         if self._routes is not None:
             self._routes.start(len(keys))
         for rows in torch.arange(len(keys), device=self._device).split(self.setup.config.max_num_seqs):
-            batch, logits = self._prefill(prompts, rows, keys[rows], sampling)
+            batch, logits = self._prefill(prompts, rows, keys[rows], sampling, images or [None] * len(prompts))
             self._decode(batch, logits, sampling, out, history)
         if self._routes is not None:
             lengths = [len(prompt) for prompt in prompts for _ in range(sampling.n)]
@@ -126,15 +146,24 @@ class HFRollout(VersionedRollout):
         return out.to("cpu")
 
     def _prefill(
-        self, prompts: list[list[int]], rows: torch.Tensor, keys: torch.Tensor, sampling: SamplingParams
+        self,
+        prompts: list[list[int]],
+        rows: torch.Tensor,
+        keys: torch.Tensor,
+        sampling: SamplingParams,
+        images: Sequence[RowImages | None],
     ) -> tuple["_DecodeBatch", torch.Tensor]:
         """Compute each prompt of these sequences once; return the batch to decode and its first logits (S, V)."""
         prompt_rows = rows // sampling.n
-        first = int(prompt_rows[0])
-        ids, mask = _left_padded(prompts[first : int(prompt_rows[-1]) + 1], self.setup.pad_token_id, self._device)
+        first, last = int(prompt_rows[0]), int(prompt_rows[-1]) + 1
+        ids, mask = _left_padded(prompts[first:last], self.setup.pad_token_id, self._device)
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)
+        more: dict[str, torch.Tensor] = {}
+        offsets = torch.zeros_like(prompt_rows)
+        if self._reads_images:
+            positions, offsets, more = engine.prefill_inputs(positions, mask, images[first:last])
         kv_cache = _new_cache(self._model.config, max_tokens=ids.shape[1] + sampling.max_new_tokens)
-        logits = self._forward(ids, mask, positions, kv_cache)
+        logits = self._forward(ids, mask, positions, kv_cache, **more)
         prompt_rows -= first
         if self._routes is not None:
             self._routes.add_prompts(rows, mask, prompt_rows)
@@ -148,6 +177,7 @@ class HFRollout(VersionedRollout):
             lengths=mask.sum(-1)[prompt_rows],
             width=ids.shape[1],
             finished=torch.zeros_like(rows, dtype=torch.bool),
+            offsets=offsets[prompt_rows] if self._reads_images else None,
         )
         return batch, logits[prompt_rows]
 
@@ -164,6 +194,7 @@ class HFRollout(VersionedRollout):
         for step in range(sampling.max_new_tokens):
             steps = torch.full_like(batch.rows, step)
             processed = None if history is None else history.process_logits(logits, batch.rows, steps)
+            processed = self._without_placeholders(logits, processed)
             tokens, log_probs = draw_tokens(logits, uniforms(batch.keys, step), sampling, processed_logits=processed)
             unfinished = ~batch.finished
             rows = batch.rows[unfinished]
@@ -185,12 +216,29 @@ class HFRollout(VersionedRollout):
             if self._routes is not None:
                 self._routes.add_tokens(batch.rows)
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, kv_cache: Any) -> torch.Tensor:
+    def _without_placeholders(self, logits: torch.Tensor, processed: torch.Tensor | None) -> torch.Tensor | None:
+        """Return logits to draw from in which no token stands for an image; None: the model's.
+
+        Such a token in a response would have no image. Log-probs stay those of the model, as with top-k.
+        """
+        if not self._never:
+            return processed
+        return (logits if processed is None else processed).float().index_fill(-1, self._never_ids, float("-inf"))
+
+    @cached_property
+    def _never_ids(self) -> torch.Tensor:
+        return torch.tensor(self._never, device=self._device)
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, kv_cache: Any, **images: torch.Tensor
+    ) -> torch.Tensor:
         """Append ids (S, q) to the cache and return the logits (S, V) after the last. mask: (S, cached + q)."""
         # A model with ALiBi accepts no positions, and an older model always computes all logits.
         optional = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: value for name, value in optional.items() if name in self._accepted}
-        output = self._model(input_ids=ids, attention_mask=mask, past_key_values=kv_cache, use_cache=True, **options)
+        output = self._model(
+            input_ids=ids, attention_mask=mask, past_key_values=kv_cache, use_cache=True, **options, **images
+        )
         return output.logits[:, -1]
 
 
@@ -203,6 +251,7 @@ class _DecodeBatch:
     mask: (S, P + R) int64, attention, with ones where responses will be.
     lengths: (S,) int64, tokens so far, which is the next token's position.
     width: columns of the mask in use.
+    offsets: (S,) int64, what images add to positions, see `prefill_inputs`; None: the model reads text only.
     """
 
     rows: torch.Tensor
@@ -212,6 +261,7 @@ class _DecodeBatch:
     lengths: torch.Tensor
     width: int
     finished: torch.Tensor
+    offsets: torch.Tensor | None
 
     def drop_finished(self) -> torch.Tensor:
         """Keep only the unfinished sequences; return their former places in the batch."""
@@ -224,12 +274,16 @@ class _DecodeBatch:
         self.rows, self.keys, self.mask, self.lengths, self.finished = (
             column[kept] for column in (self.rows, self.keys, self.mask, self.lengths, self.finished)
         )
+        if self.offsets is not None:
+            self.offsets = self.offsets[kept]
         return kept
 
     def next_column(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention mask (S, width + 1) and position ids (S, 1) of the next token."""
+        """Return attention mask (S, width + 1) and position ids (S, 1) or (4, S, 1) of the next token."""
         self.width += 1
         positions = self.lengths[:, None]
+        if self.offsets is not None:
+            positions = torch.stack([positions, *[positions + self.offsets[:, None]] * 3])
         self.lengths = self.lengths + 1
         return self.mask[:, : self.width], positions
 
@@ -269,17 +323,18 @@ def _build_model(setup: RolloutSetup) -> torch.nn.Module:
 
     Random weights do not change the global random state.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     config = load_hf_config(setup)
+    auto_class = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
     model: Any
     if setup.load_format == "auto":
         with model_errors(setup.model_path, "cannot load it"):
-            model = AutoModelForCausalLM.from_pretrained(setup.model_path, config=config, **options)
+            model = auto_class.from_pretrained(setup.model_path, config=config, **options)
     else:
         with _seeded(setup.seed), model_errors(setup.model_path, "cannot build it"):
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = auto_class.from_config(config, **options)
     model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(setup.device).eval().requires_grad_(False)
 

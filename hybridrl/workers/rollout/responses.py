@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import ROUTED_EXPERTS
@@ -51,7 +52,7 @@ def with_responses(
 
     Adds `prompts` (S, P), `responses` (S, R), `response_mask` (S, R), `weights_version` (S,) and, with
     sampling.logprobs, `rollout_log_probs` (S, R); `input_ids`, `attention_mask` and `position_ids` grow to (S, P + R).
-    Routes are the column `routed_experts`. `prompts` itself is not changed.
+    Routes are the column `routed_experts`. `prompts` itself is not changed. Images are left out: the driver has them.
     """
     rows = prompts.repeat(sampling.n, interleave=True)
     columns = {str(name): rows.batch[name] for name in rows.batch.keys()}
@@ -70,9 +71,9 @@ def with_responses(
     }
     if sampling.logprobs:
         columns["rollout_log_probs"] = generated.log_probs
-    others = rows.non_tensor_batch
+    others = {name: column for name, column in rows.non_tensor_batch.items() if name != IMAGE_INPUTS}
     if generated.routes is not None:
-        others = others | {ROUTED_EXPERTS: np.fromiter(generated.routes, dtype=object, count=num_sequences)}
+        others |= {ROUTED_EXPERTS: np.fromiter(generated.routes, dtype=object, count=num_sequences)}
     return DataProto.from_dict(tensors=columns, non_tensors=others, meta_info=dict(prompts.meta_info))
 
 

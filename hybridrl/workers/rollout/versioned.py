@@ -144,9 +144,12 @@ class VersionedRollout(Rollout):
     def generate_tokens(
         self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
     ) -> GeneratedTokens:
+        return self._generated(lambda: self._generate(prompts, keys, sampling, num_done=num_done))
+
+    def _generated(self, generate: Callable[[], GeneratedTokens]) -> GeneratedTokens:
         self._require_awake("generate")
         self.current_version()
-        generated = self._generate(prompts, keys, sampling, num_done=num_done)
+        generated = generate()
         # Engines compute in inference mode; clones are plain tensors that callers may write to.
         return replace(
             generated,

@@ -146,7 +146,7 @@ class ParityGate:
 def make_parity_gate(config: PPOConfig, tokenizer: Any, actor: Any) -> ParityGate | None:
     """Return the gate of a run; None if it is off, or the rollout returns no log-probs that could be compared."""
     name = config.actor_rollout_ref.rollout.name
-    if config.trainer.parity_limit == "off":
+    if config.trainer.parity_limit == "off" or config.only_generates:
         return None
     if not rollout_class(name).capabilities.log_probs:
         logger.info("The rollout %s returns no log-probs, so nothing compares them with the trainer's.", name)

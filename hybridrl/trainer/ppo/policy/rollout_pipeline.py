@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.data_plane.meta_info import CHOSEN_GROUPS, GenerationRequest
@@ -215,6 +216,8 @@ class RolloutPipeline:
         prompts = batch.pop(batch_keys=list(PROMPT_INPUT))
         if self.generator.reads_other_columns:
             prompts.non_tensor_batch = dict(batch.non_tensor_batch)
+        elif IMAGE_INPUTS in batch.non_tensor_batch:
+            prompts.non_tensor_batch = {IMAGE_INPUTS: batch.non_tensor_batch[IMAGE_INPUTS]}
         prompts.meta_info = {GenerationRequest.KEY: request}
         return prompts
 

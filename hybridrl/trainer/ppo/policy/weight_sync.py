@@ -103,8 +103,8 @@ class WeightsOfModel:
     def __init__(self, group: Any):
         self._group = group
 
-    def push(self, version: int, turn: Turn = at_once) -> Pending:
-        """Verify that every rollout process holds the model's weights, which are version 0."""
+    def push(self, version: int, turn: Turn = at_once, probing: "Probing | None" = None) -> Pending:
+        """Verify that every rollout process holds the model's weights, which are version 0. Nothing is probed."""
         return turn(
             version, lambda: PendingPush(self._group, self._group.rollout_health.submit(), version, after=_do_nothing)
         )

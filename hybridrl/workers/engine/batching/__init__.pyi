@@ -1,3 +1,4 @@
+from .image_layout import with_images as with_images
 from .sequence_parallel import SumOverPeers as SumOverPeers
 from .sequence_parallel import part_of_layout as part_of_layout
 from .sequence_parallel import sequence_part as sequence_part

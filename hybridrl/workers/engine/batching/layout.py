@@ -14,19 +14,30 @@ Shapes: B rows of a batch, b rows of a micro-batch, L = P + R columns (prompt an
 micro-batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from hybridrl.algos.partition.row_images import RowImages, images_of
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import COMPUTED_PAIRS, COMPUTED_TOKENS
 from hybridrl.workers.engine.batching.packed_attention import SequenceSpan, sequence_spans
 
-if TYPE_CHECKING:  # only runs that share prefixes load it
+if TYPE_CHECKING:  # only runs that share prefixes, or have images, load these
     from hybridrl.workers.engine.batching.tree_attention import AttentionTree
+    from hybridrl.workers.engine.image_model import BlankImage
+
+
+@dataclass(frozen=True)
+class GridImages:
+    """The images of the rows of a `TokenGrid`, and the blank one of their model."""
+
+    rows: Sequence[RowImages | None]
+    blank: "BlankImage"
 
 
 @dataclass(frozen=True)
@@ -38,10 +49,15 @@ class TokenGrid:
     position: torch.Tensor  # (B,L) int64, index of a real token among its row's real tokens
     is_response: torch.Tensor  # (B,R) bool, response_mask == 1
     lengths: torch.Tensor  # (B,) int64, real tokens
+    images: GridImages | None = None  # of a model that reads images
 
 
-def token_grid(batch: DataProto) -> TokenGrid:
+def token_grid(batch: DataProto, blank: "BlankImage | None" = None) -> TokenGrid:
     """Return a batch's tokens on the CPU. Without `response_mask`, R = 0.
+
+    Args:
+        batch: The rows.
+        blank: The blank image of a model that reads images.
 
     Raises:
         DataError: A response token is padding or has no token before it, so it has no probability.
@@ -57,14 +73,16 @@ def token_grid(batch: DataProto) -> TokenGrid:
             f"response_mask[{row}, {column}] is 1 but attention_mask has no token there or none before it; "
             "a response token needs both"
         )
-    return TokenGrid(input_ids, is_real, position, is_response, is_real.sum(-1))
+    images = None if blank is None else GridImages(images_of(batch) or [None] * len(batch), blank)
+    return TokenGrid(input_ids, is_real, position, is_response, is_real.sum(-1), images)
 
 
-def placeholder_grid() -> TokenGrid:
+def placeholder_grid(images: GridImages | None = None) -> TokenGrid:
     """Return one row of two tokens, for a rank without rows in a collective pass."""
     ids = torch.zeros(1, 2, dtype=torch.int64)
     real = torch.ones(1, 2, dtype=torch.bool)
-    return TokenGrid(ids, real, torch.arange(2)[None], real[:, 1:], torch.tensor([2]))
+    blank = None if images is None else replace(images, rows=[None])
+    return TokenGrid(ids, real, torch.arange(2)[None], real[:, 1:], torch.tensor([2]), blank)
 
 
 @dataclass(frozen=True)
@@ -89,8 +107,8 @@ class TokenLayout:
     Flat indices count over the input's tokens.
     """
 
-    input_ids: torch.Tensor  # (b,W) or (1,T) int64
-    position_ids: torch.Tensor  # same
+    input_ids: torch.Tensor  # (b,W) or (1,T) int64; with images (b+1,W) or (1,T+1)
+    position_ids: torch.Tensor  # same; with images (4,b+1,W) or (4,1,T+1)
     state: torch.Tensor  # (N,) int64, flat index of the state before each response token
     labels: torch.Tensor  # (N,) int64, the response tokens
     cell: torch.Tensor  # (N,) int64, flat index in (b,R) of each response token
@@ -101,10 +119,14 @@ class TokenLayout:
     tree: "AttentionTree | None" = None  # of a packed row with shared prefixes, see `tree_layout`
     last_row: torch.Tensor | None = None  # (n,) int64, which rows `last` (n,) is of; None: of all
     part: SequencePart | None = None  # of the rows, if this layout has no more; see `sequence_parallel`
+    is_padded: bool = False
+    pixel_values: torch.Tensor | None = None  # (N,D) float32, see `image_layout`
+    image_grid_thw: torch.Tensor | None = None  # (K,3) int64
 
     def computed(self) -> dict[str, float]:
         """Return the tokens of a packed row and the tokens that they see: those before them in their rows, and them."""
-        pairs = int((self.position_ids + 1).sum())
+        positions = self.position_ids if self.pixel_values is None else self.position_ids[0]
+        pairs = int((positions + 1).sum())
         return {COMPUTED_TOKENS: float(self.input_ids.numel()), COMPUTED_PAIRS: float(pairs)}
 
     def to(self, device: torch.device) -> "TokenLayout":
@@ -148,4 +170,5 @@ def make_layout(grid: TokenGrid, rows: list[int], *, packed: bool) -> TokenLayou
         places=torch.where(is_real, start[:, None] + position, -1),
         shape=(len(rows), is_response.size(1)),
         spans=spans,
+        is_padded=not packed,
     )

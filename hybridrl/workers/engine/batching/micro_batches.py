@@ -15,7 +15,8 @@ from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout, make_layout, placeholder_grid, token_grid
 
-if TYPE_CHECKING:  # only runs that replay routes load it
+if TYPE_CHECKING:  # only runs with images, or that replay routes, load them
+    from hybridrl.workers.engine.image_model import BlankImage
     from hybridrl.workers.engine.routing.replay import RouteReplay
 
 PAIR = "pair"
@@ -33,6 +34,7 @@ def split_micro_batches(
     shared: bool = False,
     device: torch.device,
     replay: "RouteReplay | None" = None,
+    blank: "BlankImage | None" = None,
 ) -> tuple[TokenGrid, list[list[int]], int]:
     """Return the tokens, the row numbers of each micro-batch, and the most micro-batches of any rank. Collective.
 
@@ -43,13 +45,14 @@ def split_micro_batches(
         shared: Whether a micro-batch is computed as prefix trees. Rows with a common prefix stay together then.
         device: Where the ranks compare their numbers.
         replay: Checks the routes of the rows.
+        blank: The blank image of a model that reads images.
 
     Raises:
         DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
     """
     grid, groups, problem = None, [], None
     try:
-        grid = token_grid(batch)
+        grid = token_grid(batch, blank)
         if replay is not None:
             replay.check(batch)
         by_prefix = shared and PAIR not in batch.batch.keys()
@@ -80,8 +83,9 @@ def _by_length(batch: DataProto, grid: TokenGrid, micro: MicroBatching, *, packe
 def layout_of(grid: TokenGrid, rows: list[int], *, packed: bool, shared: bool) -> TokenLayout:
     """Return the layout of the rows of a micro-batch; without rows, that of a placeholder."""
     if not rows:
-        grid, rows = placeholder_grid(), [0]
-    return batching.make_tree_layout(grid, rows) if shared else make_layout(grid, rows, packed=packed)
+        grid, rows = placeholder_grid(grid.images), [0]
+    layout = batching.make_tree_layout(grid, rows) if shared else make_layout(grid, rows, packed=packed)
+    return layout if grid.images is None else batching.with_images(layout, grid.images, rows)
 
 
 def _max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:

@@ -106,6 +106,8 @@ class OutputReader:
 
     def _call(self, layout: TokenLayout) -> Any:
         more = {name: getattr(layout, name) for name in self.passed}
+        if layout.pixel_values is not None:
+            more |= {"pixel_values": layout.pixel_values, "image_grid_thw": layout.image_grid_thw}
         return self.model(input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **more)
 
     def _run(self, layout: TokenLayout) -> torch.Tensor:

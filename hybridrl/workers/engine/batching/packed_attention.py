@@ -71,8 +71,14 @@ def use_packed_sdpa(model: Any) -> bool:
     if settings._attn_implementation != "sdpa" or not is_plain or not model._supports_attention_backend:
         return False
     AttentionInterface.register(NAME, packed_sdpa)
-    model.set_attn_implementation(NAME)
+    set_text_attention(model, NAME)
     return True
+
+
+def set_text_attention(model: Any, name: str) -> None:
+    """Replace the attention of a model's decoder; a vision tower keeps its own."""
+    is_composite = model.config.get_text_config() is not model.config
+    model.set_attn_implementation({"text_config": name} if is_composite else name)
 
 
 def packed_sdpa(

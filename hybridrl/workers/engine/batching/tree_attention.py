@@ -22,7 +22,7 @@ from torch import nn
 
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS
-from hybridrl.workers.engine.batching.packed_attention import SequenceSpan
+from hybridrl.workers.engine.batching.packed_attention import SequenceSpan, set_text_attention
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def use_tree_attention(model: Any) -> bool:
         log_obstacle(f"{type(model).__name__} {reason}")
         return False
     AttentionInterface.register(NAME, tree_attention)
-    model.set_attn_implementation(NAME)
+    set_text_attention(model, NAME)
     return True
 
 

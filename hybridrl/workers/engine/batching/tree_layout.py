@@ -16,6 +16,7 @@ import torch
 
 from hybridrl.algos.partition import prefix_tree
 from hybridrl.algos.partition.prefix_tree import PrefixTree
+from hybridrl.algos.partition.row_images import prefix_rows
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout
 from hybridrl.workers.engine.batching.packed_attention import sequence_spans
@@ -30,7 +31,7 @@ def tree_micro_batches(grid: TokenGrid, micro: MicroBatching) -> list[list[int]]
     Raises:
         DataError: A single row exceeds the token budget.
     """
-    rows = prefix_tree.real_tokens(grid.input_ids, grid.is_real)
+    rows = prefix_rows(grid.input_ids, grid.is_real, None if grid.images is None else grid.images.rows)
     if len(rows) > 1 and len(prefix_tree.prefix_groups(rows)) == len(rows):
         _log_nothing_shared()
     return prefix_tree.tree_micro_batches(rows, max_rows=micro.max_rows, max_tokens=micro.max_tokens)
@@ -49,7 +50,9 @@ def make_tree_layout(grid: TokenGrid, rows: list[int]) -> TokenLayout:
     """Return the layout (1,T) of some rows of a batch. Adjacent rows share their prefixes."""
     tokens = prefix_tree.real_tokens(grid.input_ids[rows], grid.is_real[rows])
     tokens = [ids if len(ids) else np.zeros(1, dtype=np.int64) for ids in tokens]  # the model needs an input
-    tree = prefix_tree.prefix_tree(tokens)
+    images = None if grid.images is None else [grid.images.rows[row] for row in rows]
+    keys = tokens if images is None else prefix_rows(grid.input_ids[rows], grid.is_real[rows], images)
+    tree = prefix_tree.prefix_tree([key if len(key) else np.zeros(1, dtype=np.int64) for key in keys])
     places = [torch.from_numpy(place) for place in tree.places]
     input_ids = torch.zeros(1, tree.num_tokens, dtype=torch.int64)
     position_ids = torch.zeros_like(input_ids)

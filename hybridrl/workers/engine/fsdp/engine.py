@@ -36,6 +36,7 @@ from hybridrl.workers.engine.hf_model import (
     empty_model,
     hf_config,
     load_model,
+    reads_images,
     recompute_activations,
     scalar_heads,
 )
@@ -65,6 +66,7 @@ class FSDPEngine(ShardedEngine):
         self._part = batching.sequence_part(size) if size > 1 else None
         self.mesh_position = MeshPosition(rank // size, dist.get_world_size() // size, is_output_rank=not rank % size)
         self.model = _sharded_model(config, self._device)
+        self._blank = engine.prepare_images(self.model) if reads_images(self.model.config) else None
         self._shares_prefixes = config.share_prefixes and batching.use_tree_attention(self.model)
         self._reader = OutputReader(
             self.model,
@@ -189,7 +191,9 @@ class FSDPEngine(ShardedEngine):
         if self._part is not None and micro.max_tokens is not None:
             micro = replace(micro, max_tokens=micro.max_tokens * self._part.size)
         how = {"packed": self.config.packed, "shared": self._shares_prefixes}
-        grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device, replay=self._replay)
+        grid, groups, num_passes = split_micro_batches(
+            batch, micro, **how, device=self._device, replay=self._replay, blank=self._blank
+        )
         num_rows = sum(map(len, groups))
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
@@ -254,6 +258,8 @@ def _shard(model: nn.Module, config: EngineSetup) -> nn.Module:
         recompute_activations(blocks)
     if config.optim is None:
         model.requires_grad_(False)
+    if config.freeze_vision_tower:
+        engine.vision_tower(model).requires_grad_(False)
     settings = {
         "mesh": init_device_mesh(config.device, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=torch.float32),

@@ -1,0 +1,111 @@
+"""Tiny models that read images, batches of prompts with pictures, and what plain transformers makes of them.
+
+Not a test file.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from examples.vision.build_model import build_model
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.data.images import ImageProcessor, messages_with_images
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+RESPONSE = 6
+TEXTS = ["user assistant What is it ? no picture Compare to . a b c d e f g h i j k l m n o p q r s t u v w x y z"]
+
+
+def save_tiny(folder: Path, family: str, **settings: Any) -> str:
+    """Write a tiny model of this family whose outputs depend visibly on its images."""
+    path = build_model(folder / family, texts=TEXTS, family=family, **settings)
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@cache
+def read_processor(path: str) -> tuple[Any, ImageProcessor]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer, token_id = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).image_token_id
+    return tokenizer, ImageProcessor(path, tokenizer, options={}, max_images=8, token_id=token_id)
+
+
+def picture(seed: int, *, width: int = 32, height: int = 32) -> Image.Image:
+    drawn = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(drawn)
+
+
+PROMPTS: list[tuple[str, list[tuple[int, int, int]]]] = [
+    ("<image>What is it?", [(1, 32, 32)]),
+    ("no picture", []),
+    ("Compare <image> to <image>.", [(2, 64, 32), (3, 16, 48)]),
+    ("<image>What is it?", [(4, 32, 32)]),  # the tokens of the first one, with another picture
+]
+
+
+def image_batch(path: str, *, prompts: Any = PROMPTS, n: int = 2, seed: int = 0) -> DataProto:
+    """Return n responses of random text tokens to each prompt, of unequal lengths, padded on both sides."""
+    tokenizer, processor = read_processor(path)
+    drawn, rows = torch.Generator().manual_seed(seed), []
+    for text, pictures in prompts:
+        images = [picture(number, width=width, height=height) for number, width, height in pictures]
+        messages = messages_with_images([{"role": "user", "content": text}], len(images), "row")
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        tokens, inputs = np.array(ids), None
+        if images:
+            tokens, inputs = processor(tokens, images)
+        rows += [(torch.from_numpy(tokens), inputs)] * n
+    width = max(len(tokens) for tokens, _ in rows)
+    input_ids = torch.zeros(len(rows), width + RESPONSE, dtype=torch.int64)
+    mask, response_mask = torch.zeros_like(input_ids), torch.zeros(len(rows), RESPONSE, dtype=torch.int64)
+    for row, (tokens, _) in enumerate(rows):
+        length = RESPONSE - row % 3
+        input_ids[row, width - len(tokens) : width] = tokens
+        input_ids[row, width : width + length] = torch.randint(7, 25, (length,), generator=drawn)
+        mask[row, width - len(tokens) : width + length] = 1
+        response_mask[row, :length] = 1
+    tensors = {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "responses": input_ids[:, width:].clone(),
+        "response_mask": response_mask,
+        "advantages": torch.randn(len(rows), RESPONSE, generator=drawn),
+    }
+    column = np.fromiter((inputs for _, inputs in rows), dtype=object, count=len(rows))
+    return DataProto.from_dict(tensors, {IMAGE_INPUTS: column})
+
+
+def plain_log_probs(model: Any, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
+    """Return log-probs (B,R) of plain transformers, which computes each row alone and its positions itself."""
+    found = torch.zeros(batch.batch["response_mask"].shape)
+    rows = []
+    for row, inputs in enumerate(batch.non_tensor_batch[IMAGE_INPUTS]):
+        real = batch.batch["attention_mask"][row].bool()
+        ids = batch.batch["input_ids"][row][real][None]
+        more = {}
+        if inputs is not None:
+            more = {
+                "pixel_values": torch.from_numpy(inputs["pixel_values"]),
+                "image_grid_thw": torch.from_numpy(inputs["image_grid_thw"]),
+                "mm_token_type_ids": (ids == model.config.image_token_id).int(),
+            }
+        model.model.rope_deltas = None
+        logits = model(input_ids=ids, **more).logits[0].float() / temperature
+        length = int(batch.batch["response_mask"][row].sum())
+        log_probs = logits[-length - 1 : -1].log_softmax(-1).gather(-1, ids[0, -length:, None])[:, 0]
+        rows.append(torch.cat([log_probs, found.new_zeros(found.shape[1] - length)]))
+    return torch.stack(rows)

@@ -1,0 +1,83 @@
+"""The `hf` rollout with images, against the trainer's engine and plain transformers."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForImageTextToText
+
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
+from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.protocol import DataProto
+from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
+from tests.support.workers.engine_cases import WHOLE, make_engine
+from tests.support.workers.image_cases import FAMILIES, image_batch, plain_log_probs, read_processor, save_tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    """End the group that an engine of this file has started."""
+    mine = not dist.is_initialized()
+    yield
+    if mine and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("images")
+    return {family: save_tiny(folder, family) for family in FAMILIES}
+
+
+def start(path: str, **config):
+    tokenizer, _ = read_processor(path)
+    setup = RolloutSetup(path, RolloutConfig(**config), (tokenizer.eos_token_id,), tokenizer.pad_token_id, 64, 12)
+    return make_rollout("hf", setup)
+
+
+def prompts_of(path: str) -> DataProto:
+    batch = image_batch(path, n=1)
+    width = batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
+    columns = {name: batch.batch[name][:, :width] for name in ("input_ids", "attention_mask", "position_ids")}
+    columns["seeds"] = torch.arange(len(batch)) + 5
+    return DataProto.from_dict(columns, {IMAGE_INPUTS: batch.non_tensor_batch[IMAGE_INPUTS]})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_of_samples_are_those_of_the_trainer_and_of_plain_transformers(models, family):
+    path, prompts = models[family], prompts_of(models[family])
+    samples = start(path, max_num_seqs=5).generate(prompts, SamplingParams(12, n=3))
+    assert IMAGE_INPUTS not in samples.non_tensor_batch  # the driver has them
+    samples.non_tensor_batch[IMAGE_INPUTS] = np.repeat(prompts.non_tensor_batch[IMAGE_INPUTS], 3)
+    lengths = samples.batch["response_mask"].sum(-1)
+    assert lengths.min() < lengths.max()  # sequences were dropped while others went on
+    trained = make_engine(path, packed=True).forward(samples, WHOLE, outputs=("log_probs",))["log_probs"]
+    with torch.no_grad():
+        plain = plain_log_probs(AutoModelForImageTextToText.from_pretrained(path).eval(), samples)
+    torch.testing.assert_close(samples.batch["rollout_log_probs"], trained, atol=1e-5, rtol=0)
+    torch.testing.assert_close(samples.batch["rollout_log_probs"], plain, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_placeholders_are_never_sampled_however_likely_they_are(models, do_sample):
+    path = models["qwen3_vl"]
+    rollout, config = start(path), AutoModelForImageTextToText.from_pretrained(path).config
+    never = [config.image_token_id, config.video_token_id]
+    weight = rollout._model.get_output_embeddings().weight
+    head = torch.nn.Linear(weight.shape[1], weight.shape[0])
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.zero_()[never] = 30.0
+    rollout._model.lm_head = head
+    found = rollout.generate(prompts_of(path), SamplingParams(8, n=4, do_sample=do_sample)).batch
+    drawn = found["responses"][found["response_mask"].bool()]
+    assert not torch.isin(drawn, torch.tensor(never)).any()
+    assert (found["rollout_log_probs"][found["response_mask"].bool()] < -10).all()  # the model's, not of what was left
+
+
+def test_a_rollout_that_cannot_read_images_refuses_prompts_with_images(models):
+    from tests.support.third_party.toy_rollout import ToyRollout
+
+    rollout = ToyRollout.__new__(ToyRollout)
+    with pytest.raises(Exception, match="does not declare the capability images; use hf"):
+        rollout.generate_with_images([[1]], [None], torch.zeros(1), SamplingParams(1))
