@@ -51,9 +51,19 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
         ({RETURNS: True}, "nothing reads the experts with actor_rollout_ref.actor.router_replay.mode=disabled"),
         ({MODE: "R2", "algorithm__rollout_correction__bypass_mode": True}, "bypass_mode leaves that pass out"),
         (R3 | {"actor_rollout_ref__rollout__name": "vllm"}, "vLLM returns experts only with its model runner V2"),
+        (
+            {
+                MODE: "R2",
+                "actor_rollout_ref__actor__strategy": "megatron",
+                "actor_rollout_ref__actor__megatron__pipeline_model_parallel_size": 2,
+                "trainer__backend": "ray",
+                "trainer__n_gpus_per_node": 2,
+            },
+            "pipeline_model_parallel_size=2: experts are replayed only where each process has all layers",
+        ),
         ({MODE: "R2"}, "router_replay.mode=R2: qwen2 has no experts whose choice could be replayed"),
     ],
-    ids=["unknown", "no_routes", "unread", "no_pass", "vllm", "no_experts"],
+    ids=["unknown", "no_routes", "unread", "no_pass", "vllm", "stages", "no_experts"],
 )
 def test_a_replay_that_cannot_work_is_refused_before_the_models_load(tmp_path, tiny_qwen2, capsys, changes, message):
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **SHORT, **changes)) == 2

@@ -123,6 +123,7 @@ class FSDPConfig(CriticFSDPConfig, EngineSettings):
 class MegatronConfig(EngineSettings):
     supports_lora = True
     supports_shared_prefixes = True
+    supports_routing_replay = True
     tensor_model_parallel_size: int = setting(1, f"Tensor-parallel ranks. {MCORE}", ge=1)
     pipeline_model_parallel_size: int = setting(1, f"Pipeline stages. {MCORE}", ge=1)
     virtual_pipeline_model_parallel_size: int | None = setting(

@@ -13,6 +13,7 @@ from .lora import WEIGHTS as WEIGHTS
 from .lora import adapters_off as adapters_off
 from .lora import add_adapters as add_adapters
 from .model_files import check_model as check_model
+from .routing.megatron_routers import MegatronRouters as MegatronRouters
 from .routing.replay import RouteReplay as RouteReplay
 from .routing.routers import RouterHooks as RouterHooks
 from .routing.routers import check_family as check_family

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.protocol import DataProto
+from hybridrl.workers import engine
 from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import LossFn, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
@@ -35,6 +36,7 @@ from hybridrl.workers.engine.megatron.network import Network, WantedStats
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
 from hybridrl.workers.engine.peft_format import read_adapter
+from hybridrl.workers.engine.routing.routes import RoutingShape
 from hybridrl.workers.engine.sharded_engine import ShardedEngine, as_numbers, loss_of_no_rows, without_gradient
 
 Outputs = dict[str, torch.Tensor]
@@ -73,9 +75,23 @@ class MegatronEngine(ShardedEngine):
         self._shares_prefixes = config.share_prefixes and sizes.context == 1
         if config.share_prefixes and not self._shares_prefixes:
             log_obstacle(f"context_parallel_size={sizes.context} cuts every row into parts")
+        if config.replays_routes:
+            self._replay = self._route_replay(model, peers=settings.sequence_parallel)
         self._num_micro_multiple = sizes.pipeline if sizes.virtual_pipeline else 1
         self._make_optimizer()
         self._offload()
+
+    def _route_replay(self, model: Any, *, peers: bool) -> "engine.RouteReplay":
+        """Return the replay of the layers of this process, which has all of them (`checks/megatron.py`)."""
+        shape = RoutingShape(model.num_hidden_layers, model.num_experts_per_tok, model.num_experts)
+        group = parallel_state.get_tensor_model_parallel_group() if peers else None
+        return engine.RouteReplay(engine.MegatronRouters(self.chunks[0], shape, peers=group))
+
+    def _begin_routes(self, tokens: LocalTokens) -> None:
+        """Give the routes of a micro-batch to the routers."""
+        if self._replay is not None:
+            self._replay.routers.arrange(tokens.source, tokens.layout.input_ids.numel())
+            self._replay.begin(self._routed, tokens.rows, tokens.layout)
 
     def _load_weights(self, model: Any) -> None:
         """Load this process's part of the model, and add its shards of the adapters."""
@@ -132,7 +148,7 @@ class MegatronEngine(ShardedEngine):
         with torch.no_grad():
             found = self._run_pipeline(
                 micro_batch_tokens,
-                partial(self._read_outputs, outputs=outputs),
+                partial(self._read_recorded, outputs=outputs),
                 forward_only=True,
                 stats=self._stats_of_head(outputs),
             )
@@ -153,7 +169,8 @@ class MegatronEngine(ShardedEngine):
             loss, stats = loss_fn(results, batch.select_idxs(tokens.rows).to(self._device))
             tree = tokens.packed_params and tokens.packed_params.tree
             # Megatron's schedule may change the loss in place.
-            return loss, no_tokens, without_gradient({**stats, **(tree.token_counts() if tree else {})})
+            counts = {**(tree.token_counts() if tree else {}), **self._routing_counts()}
+            return loss, no_tokens, without_gradient({**stats, **counts})
 
         micro_batch_tokens = self._local_micro_batches(batch, micro)
         found = self._run_pipeline(micro_batch_tokens, loss_of, forward_only=False, stats=self._stats_of_head(outputs))
@@ -223,6 +240,7 @@ class MegatronEngine(ShardedEngine):
         def forward_step(data: Iterator[LocalTokens], module: Any) -> tuple[torch.Tensor, Callable]:
             tokens = next(data)
             network = module.module if isinstance(module, DistributedDataParallel) else module
+            self._begin_routes(tokens)
             network.positions = tokens.position_ids[0] if self._shares_prefixes else None
             network.wanted_states = tokens.last if self.config.kind == "score" else tokens.state
             network.wanted_stats = (
@@ -248,6 +266,11 @@ class MegatronEngine(ShardedEngine):
         names = OUTPUTS["causal_lm"]
         is_own = self.config.kind == "causal_lm" and not self.config.whole_logits
         return tuple(name for name in names if name in outputs) if is_own else ()
+
+    def _read_recorded(self, tokens: LocalTokens, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
+        """Return what `_read_outputs` does, and keep the routes if they are asked for."""
+        self._record_routes(tokens.rows)
+        return self._read_outputs(tokens, head, outputs=outputs)
 
     def _read_outputs(self, tokens: LocalTokens, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
         """Return the named outputs of a micro-batch's rows, equal on all peers.
@@ -292,7 +315,8 @@ class MegatronEngine(ShardedEngine):
             DataError: Some rank's rows cannot be split. Raised on every rank, so that none waits for another.
         """
         how: dict[str, Any] = {"packed": self.config.packed, "shared": self._shares_prefixes}
-        grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device)
+        self._routed = batch
+        grid, groups, num_passes = split_micro_batches(batch, micro, **how, device=self._device, replay=self._replay)
         multiple = self._num_micro_multiple
         groups += [[]] * (-(-max(1, num_passes) // multiple) * multiple - len(groups))
         take: Callable[..., LocalTokens] = (

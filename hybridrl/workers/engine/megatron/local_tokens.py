@@ -62,6 +62,8 @@ class LocalTokens:
     last: torch.Tensor  # (n,) int64, flat index of the last real token of each row that ends here
     last_row: torch.Tensor  # (n,) int64, which row that is
     shape: tuple[int, int]  # (b,R)
+    source: torch.Tensor  # (b,s) or (1,s) int64, flat index of each token in the layout, -1 on padding
+    layout: TokenLayout
 
     def to(self, device: torch.device) -> "LocalTokens":
         """Return them with the tensors on a device."""
@@ -70,6 +72,7 @@ class LocalTokens:
         moved: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
+        moved["layout"] = self.layout.to(device)
         return replace(self, **moved, packed_params=self.packed_params and _packed_to(self.packed_params, device))
 
 
@@ -90,6 +93,7 @@ def local_tokens(layout: TokenLayout, rows: list[int], sharding: TokenSharding, 
 
     moved = torch.arange(len(sequence)) + shift[sequence]
     ids = torch.zeros(int(padded.sum()), dtype=torch.int64).index_copy(0, moved, layout.input_ids.flatten())
+    source = torch.full_like(ids, -1).index_copy(0, moved, torch.arange(len(sequence)))
     positions = torch.cat([torch.arange(n) for n in padded.tolist()])
     view = (1, -1) if packed else (layout.input_ids.size(0), -1)
     state, selected = flat(layout.state)
@@ -105,6 +109,8 @@ def local_tokens(layout: TokenLayout, rows: list[int], sharding: TokenSharding, 
         last=last,
         last_row=last_row,
         shape=layout.shape,
+        source=source[local_index].view(view),
+        layout=layout,
     )
 
 
@@ -135,6 +141,8 @@ def local_tree_tokens(layout: TokenLayout, rows: list[int], sharding: TokenShard
         position_ids=positions,
         packed_params=packed,
         last_row=torch.arange(len(layout.last)),
+        source=F.pad(torch.arange(num_tokens)[None], (0, fill), value=-1),
+        layout=layout,
         **{name: getattr(layout, name) for name in ("state", "labels", "cell", "last", "shape")},
     )
 

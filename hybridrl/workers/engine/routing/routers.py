@@ -105,6 +105,9 @@ class RouterHooks:
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._route, layer))
 
+    def arrange(self, places: torch.Tensor, num_tokens: int) -> None:
+        """Do nothing: every pass has the tokens of the layout in their order."""
+
     def give(self, routes: torch.Tensor | None) -> None:
         """Let the next passes use these experts (T, L, K), -1 for the router's own. None: the routers' own."""
         self._given = routes

@@ -1,0 +1,53 @@
+"""Forced routes on two FSDP ranks and in megatron-core's routers give what one FSDP process computes."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.workers.engine_cases import gradients, make_engine
+from tests.support.workers.megatron_models import run_ranks
+from tests.support.workers.router_replay_rank import MICRO, all_rows, loss_of
+from tests.support.workers.routing_cases import save_mixture
+
+CASES = [("fsdp", 2), ("megatron", 1), ("megatron_packed", 1), ("megatron_tp2_ep2", 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("mixture")
+    save_mixture(made, "Qwen3Moe")
+    return made
+
+
+def by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with a name for each expert, as Megatron exports them."""
+    found = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition("experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last if stem else "", ())
+        for number, expert in enumerate(tensor if parts else ()):
+            pieces = zip(parts, expert.chunk(len(parts)), strict=True)
+            found |= {f"{stem}experts.{number}.{part}.weight": piece for part, piece in pieces}
+        found |= {} if parts else {name: tensor}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_ranks"), CASES)
+def test_forced_routes_give_what_one_process_computes(folder, name, num_ranks):
+    module = "tests.support.workers.router_replay_rank"
+    run_ranks(module, num_ranks, name, folder, log=folder / f"{name}.log", timeout_s=200)
+    found = torch.load(folder / f"{name}_{num_ranks}.pt", weights_only=False)
+    one, rows = make_engine(str(folder), replays_routes=True, packed=True), all_rows()
+    expected = one.forward(rows, MICRO, outputs=("log_probs",))["log_probs"][found["rows"]]
+    assert found["own"] and torch.allclose(found["log_probs"], expected, atol=1e-5)
+    _, routes = one.forward_with_routes(rows.select(non_tensor_batch_keys=[]), MICRO, outputs=("log_probs",))
+    pairs = zip(found["routes"], (routes[row] for row in found["rows"]), strict=True)
+    assert all(np.array_equal(np.sort(left, -1), np.sort(right, -1)) for left, right in pairs)
+    stats = one.forward_backward(rows, MICRO, loss_of, outputs=("log_probs",))
+    wanted = by_expert(gradients(one)) if name != "fsdp" else gradients(one)
+    scale = max(float(tensor.abs().max()) for tensor in wanted.values())
+    assert all((tensor - wanted[key]).abs().max() < 1e-5 * scale for key, tensor in found["gradients"].items())
+    if len(found["rows"]) == len(rows):
+        for key in ("routing_tokens", "routing_differ", "routing_missing"):
+            assert sum(part[key] for part in found["stats"]) == sum(part[key] for part in stats)
