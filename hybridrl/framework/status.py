@@ -6,6 +6,8 @@ The trainers use it in the driver. A thread logs while the caller works or waits
 import contextlib
 import functools
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -18,23 +20,28 @@ from hybridrl.framework.stage import StageFn, spec_of
 logger = logging.getLogger(__name__)
 JOIN_S = 5.0  # for a line that a handler is writing
 FIRST_S, PERIOD_S = 20.0, 60.0  # until the first line, and between later ones
+PLACE_S = 300.0  # from then on a line says where the caller is, as the master does for workers
+STDLIB = os.path.dirname(threading.__file__) + os.sep
 
 
 @contextlib.contextmanager
-def reporting(what: str, *, first_s: float = FIRST_S, period_s: float = PERIOD_S) -> Iterator[None]:
+def reporting(
+    what: str, *, first_s: float = FIRST_S, period_s: float = PERIOD_S, place_s: float = PLACE_S
+) -> Iterator[None]:
     """Log a line now and then for the duration of the block.
 
     For instance "step 3, gen (64 rows): 1,310 of 3,072 tokens, 80 s so far".
     """
-    ended, start = threading.Event(), time.monotonic()
+    ended, start, caller = threading.Event(), time.monotonic(), threading.get_ident()
     single_controller.forget_work()
 
     def report() -> None:
         wait_s = first_s
         while not ended.wait(wait_s):
-            work = single_controller.ask_work()
+            seconds, work = time.monotonic() - start, single_controller.ask_work()
             done = "" if work is None else f"{work}, "
-            logger.info("%s: %s%.0f s so far", what, done, time.monotonic() - start)
+            place = f"; this process is at {_place_of(caller)}" if seconds >= place_s else ""
+            logger.info("%s: %s%.0f s so far%s", what, done, seconds, place)
             wait_s = period_s
 
     thread = threading.Thread(target=report, name="status", daemon=True)
@@ -44,6 +51,18 @@ def reporting(what: str, *, first_s: float = FIRST_S, period_s: float = PERIOD_S
     finally:
         ended.set()
         thread.join(timeout=JOIN_S)
+
+
+def _place_of(thread: int) -> str:
+    """Return the innermost line of a thread outside Python's standard library, `file:line in function`."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_back is not None and _is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "its end" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_standard(path: str) -> bool:
+    return path.startswith("<") or (path.startswith(STDLIB) and "site-packages" not in path)
 
 
 def report_long_stages(fn: StageFn, *, first_s: float = FIRST_S, period_s: float = PERIOD_S) -> StageFn:

@@ -357,7 +357,11 @@ class Trainer:
         """
         required = required or self.global_steps == self.total_training_steps
         save: Callable[[], None] = functools.partial(
-            self.saver.save, self.global_steps, self.write_checkpoint, required=required
+            self.saver.save,
+            self.global_steps,
+            self.write_checkpoint,
+            required=required,
+            retries=self.step_retry.snapshot is not None,
         )
         self.step_retry.run_with_retry(save)
 

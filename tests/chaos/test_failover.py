@@ -74,7 +74,12 @@ SLEEPS = [
     ("update_actor", "update_actor"),
     ("old_log_prob", "compute_log_prob"),
     ("update_weights", "update_weights"),
+    ("save_checkpoint", "save_checkpoint"),
 ]
+PIPELINE = {  # rank 0 has the first half of the layers, rank 1 the second
+    "actor_rollout_ref__actor__strategy": "megatron",
+    "actor_rollout_ref__actor__megatron__pipeline_model_parallel_size": 2,
+}
 NAMED_S = 15.0  # for the held-back errors, the question to the master, and the stacks that it collects
 CHAOS = Path(__file__).parents[1] / "support/chaos"
 PARTS = ["disconnect", "kill", "start", "import", "group", "model", "snapshot", "push"]
@@ -223,6 +228,34 @@ def test_a_rank_that_sleeps_anywhere_in_a_step_is_named_and_replaced_whichever_d
         assert back["lost"] == ["actor_rollout-1"]
         assert back["detected_at"] - hit["at"] < first_s + NAMED_S
     check_ended_the_same(tmp_path / "asleep", tmp_path / "undisturbed", step=STEPS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_sleeps_in_megatrons_pipeline_is_named_and_replaced(tmp_path, tiny_qwen2, rank):
+    one = fault(2, "update_actor", "actor_rollout", rank, kind="hang", method="update_actor")
+    changes = PIPELINE | {"trainer__master": True, "trainer__call_timeout_s": 60}
+    done = run_with(tmp_path, tiny_qwen2, one, timeout_s=900, **changes)
+    assert done.returncode == 0, done.stderr
+    print_seconds(tmp_path, f"rank {rank} of a pipeline")
+    assert re.search(rf"^actor_rollout-{rank}: it blocks the job: it .*?is at \S*victim.py", done.stderr, re.M), (
+        done.stderr
+    )
+    [hit], [back] = hits(tmp_path), losses(tmp_path)
+    assert back["lost"] == [f"actor_rollout-{rank}"] and back["detected_at"] - hit["at"] < 60 + NAMED_S
+    assert not audit(read_ledger(str(tmp_path / "run/ledger.jsonl"))).problems()
+
+
+def test_when_all_ranks_sleep_and_every_process_lives_a_line_says_where_and_the_role_is_rebuilt(tmp_path, tiny_qwen2):
+    both = [fault(2, "update_actor", "actor_rollout", rank, kind="hang", method="update_actor") for rank in (0, 1)]
+    changes = {"trainer__master": True, "trainer__call_timeout_s": 40}
+    done = run_with(tmp_path, tiny_qwen2, *both, timeout_s=900, **changes)
+    assert done.returncode == 0, done.stderr
+    print_seconds(tmp_path, "all ranks asleep")
+    text = r"actor_rollout.update_actor is past its deadline: it is at \S*victim.py"
+    assert re.search(text, done.stderr), done.stderr
+    [back] = losses(tmp_path)
+    assert back["detected_at"] - min(hit["at"] for hit in hits(tmp_path)) < 40 + NAMED_S
+    assert not audit(read_ledger(str(tmp_path / "run/ledger.jsonl"))).problems()
 
 
 @pytest.mark.parametrize(("stage", "method", "role", "rank"), MISTAKES)

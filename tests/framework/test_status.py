@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 import threading
 
 import pytest
@@ -54,6 +55,15 @@ def test_a_line_has_what_the_call_in_progress_has_counted(handler):
         report_work(1310, 3072, "tokens")
         assert handler.seen.wait(10)
     assert handler.texts[-1].startswith("step 3, gen (64 rows): 1,310 of 3,072 tokens, ")
+
+
+def test_after_some_minutes_a_line_says_where_the_process_is(handler):
+    def sleeps():
+        assert handler.seen.wait(10)  # in threading.py
+
+    with reporting("step 3, reward", place_s=0.0, **PERIODS):
+        sleeps()
+    assert all(re.search(r" s so far; this process is at \S+test_status.py:\d+ in sleeps$", t) for t in handler.texts)
 
 
 @pytest.mark.parametrize("submits", [False, True])

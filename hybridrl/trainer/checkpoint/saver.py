@@ -37,12 +37,13 @@ class CheckpointSaver:
         self.store, self.config, self.min_checkpoint_bytes = store, config, min_checkpoint_bytes
         self.committed: str | None = None
         self.num_failed = 0
+        self._overdue = -1  # step whose save a process did not answer
 
     def metrics(self) -> dict[str, float]:
         """Return the number of failed saves, if any."""
         return {"checkpoint/num_failed": float(self.num_failed)} if self.num_failed else {}
 
-    def save(self, step: int, write: Callable[[str], None], *, required: bool) -> None:
+    def save(self, step: int, write: Callable[[str], None], *, required: bool, retries: bool = False) -> None:
         """Commit `step` from what `write(directory)` writes.
 
         If storage fails and `trainer.save_failure=continue`, the failure is logged and the run trains on.
@@ -51,25 +52,38 @@ class CheckpointSaver:
             step: Completed step.
             write: Writes the checkpoint's files into an empty directory.
             required: No later save follows, so a failure is always raised.
+            retries: Whether the caller replaces processes that do not answer, and calls again. The second call gives up
+                if it may: slow storage would only keep the new processes waiting, too.
 
         Raises:
-            StorageError, CallTimeout: The save failed, and `required` or `trainer.save_failure=stop`.
+            StorageError: The save failed, and `required` or `trainer.save_failure=stop`.
+            CallTimeout: The same; or a process did not answer, and `retries`.
         """
+        may_fail = not required and self.config.save_failure == "continue"
+        if may_fail and self._overdue == step:
+            return self._give_up(step, "processes that did not answer were replaced")
         try:
             self._check_free_space()
             self.committed = self.store.commit(step, write, finish_timeout_s=self.config.call_timeout_s)
             logger.info("committed %s", self.committed)
         except (StorageError, CallTimeout) as error:
-            self.num_failed += 1
-            if required or self.config.save_failure == "stop":
+            if retries and isinstance(error, CallTimeout) and error.role and self._overdue != step:
+                self._overdue = step
+                raise
+            if not may_fail:
+                self.num_failed += 1
                 error.add_note(f"{self._describe_newest()}; {HINT}")
                 raise
-            logger.warning(
-                "no checkpoint of step %d: %s; %s; training continues, and the next save tries again",
-                step,
-                error,
-                self._describe_newest(),
-            )
+            self._give_up(step, str(error))
+
+    def _give_up(self, step: int, reason: str) -> None:
+        self.num_failed += 1
+        logger.warning(
+            "no checkpoint of step %d: %s; %s; training continues, and the next save tries again",
+            step,
+            reason,
+            self._describe_newest(),
+        )
 
     def _describe_newest(self) -> str:
         newest = self.store.latest()

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hybridrl.errors import CheckpointError, StorageError
+from hybridrl.errors import CallTimeout, CheckpointError, StorageError
 from hybridrl.system.atomic_write import fsync_path
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class CheckpointStore:
             ManifestWriter(partial, self.path(step), step=step).finish_within(finish_timeout_s)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not isinstance(error, CallTimeout):  # which is a TimeoutError, too
                 raise StorageError(f"cannot write {partial}: {error}") from error
             raise
         self._retain(step)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.errors import CheckpointError, StorageError
+from hybridrl.errors import CallTimeout, CheckpointError, StorageError
 from hybridrl.trainer.checkpoint.reading import verify_manifest
 from hybridrl.trainer.checkpoint.saver import CheckpointSaver
 from hybridrl.trainer.checkpoint.store import CheckpointStore, directory_bytes
@@ -137,3 +137,18 @@ def test_an_error_in_code_is_raised_and_not_counted_as_a_storage_failure(tmp_pat
     with pytest.raises(KeyError):
         saver.save(2, fail, required=False)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_process_that_does_not_answer_a_save_is_left_to_the_caller_that_replaces_it(tmp_path, required):
+    def sleeps(directory: str) -> None:
+        raise CallTimeout("actor-1 did not answer", role="actor", ranks=(1,), method="save_checkpoint")
+
+    saver = make_saver(tmp_path)
+    with pytest.raises(CallTimeout):
+        saver.save(1, sleeps, required=required, retries=True)
+    saver.save(1, write(), required=required, retries=True)  # the same step again, with another process
+    assert saver.store.steps() == ([1] if required else []), "slow storage would keep the new process waiting, too"
+    assert saver.num_failed == (not required)
+    saver.save(2, sleeps, required=False)  # without a snapshot nothing can be replaced
+    assert saver.num_failed == 2 - required
