@@ -16,6 +16,7 @@ OF_NO_ROOM = {
     "data_preprocess",
     "end_to_end",
     "examples",
+    "families",
     "gpu",
     "reward_score",
     "support",

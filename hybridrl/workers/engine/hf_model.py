@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridrl.errors import CheckpointError, ConfigError, model_errors
 from hybridrl.workers.engine.base import EngineSetup
+from hybridrl.workers.engine.batching.layer_kinds import use_exact_attention
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def load_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Mod
         logger.info(
             "%s has no %s head: created %s with seed %d.", config.path, config.kind, ", ".join(missing), config.seed
         )
-    return _with_float32_heads(model, config).eval()
+    return _finished(model, config)
 
 
 def _check_shapes(mismatched: Collection[tuple[str, Any, Any]], path: str) -> None:
@@ -183,7 +184,7 @@ def empty_model(config: EngineSetup, found: Any, *, dtype: torch.dtype) -> nn.Mo
     """Return the model on the meta device: structure without memory."""
     with torch.device("meta"), model_errors(config.path, "cannot build it"):
         model = _auto_class(config, found).from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    return _with_float32_heads(model, config).eval()
+    return _finished(model, config)
 
 
 def scalar_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
@@ -198,10 +199,11 @@ def scalar_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
     return [part for name, part in parts if name != model.base_model_prefix and isinstance(part, nn.Linear)]
 
 
-def _with_float32_heads(model: nn.Module, config: EngineSetup) -> nn.Module:
+def _finished(model: nn.Module, config: EngineSetup) -> nn.Module:
+    use_exact_attention(model, config.override_config.get("attn_implementation"))
     for head in scalar_heads(model, kind=config.kind):
         head.float()
-    return model
+    return model.eval()
 
 
 def _auto_class(config: EngineSetup, found: Any) -> Any:
@@ -212,15 +214,6 @@ def _auto_class(config: EngineSetup, found: Any) -> Any:
     if config.kind != "causal_lm":
         raise ConfigError(f"{config.path}: a model that reads images computes no {config.kind}; use a model of text")
     return getattr(transformers, IMAGE_AUTO_CLASS)
-
-
-def check_packable(model: nn.Module) -> None:
-    """Raise ConfigError for a recurrent model, which would mix packed sequences."""
-    if getattr(model, "_is_stateful", False):
-        raise ConfigError(
-            f"model.use_remove_padding=True: {type(model).__name__} is recurrent and would carry state "
-            "from one sequence into the next; set it to False"
-        )
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:

@@ -25,9 +25,10 @@ from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.introspection import value_text
 from hybridrl.config.schema.workers import RolloutConfig
-from hybridrl.errors import model_errors
+from hybridrl.errors import ConfigError, model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
+from hybridrl.workers.engine.batching.layer_kinds import use_exact_attention
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens
@@ -75,6 +76,12 @@ class HFRollout(VersionedRollout):
         self._routes = rollout.RouteLog(self._model) if setup.config.enable_rollout_routing_replay else None
         self._reads_images = reads_images(self._model.config)
         self._never = engine.placeholder_ids(self._model.config) if self._reads_images else ()
+        if "past_key_values" not in self._accepted:
+            raise ConfigError(
+                f"{ROLLOUT_KEY}.name=hf: {type(self._model).__name__} of {setup.model_path!r} does not take a cache of "
+                "keys and states (past_key_values), so that every token would be drawn without those before it; use "
+                "rollout.name=vllm"
+            )
         super().__init__(setup, names=WeightNames.of(self._model))
         self._use_weights_on_disk()
 
@@ -167,7 +174,8 @@ class HFRollout(VersionedRollout):
         prompt_rows -= first
         if self._routes is not None:
             self._routes.add_prompts(rows, mask, prompt_rows)
-        kv_cache.batch_select_indices(prompt_rows)
+        for layer in kv_cache.layers:
+            _select_rows(layer, prompt_rows)
         response_mask = mask.new_ones(len(rows), sampling.max_new_tokens)
         batch = _DecodeBatch(
             rows=rows,
@@ -270,7 +278,7 @@ class _DecodeBatch:
             if hasattr(layer, "keep_rows"):
                 layer.keep_rows(kept)
             else:
-                layer.batch_select_indices(kept)
+                _select_rows(layer, kept)
         self.rows, self.keys, self.mask, self.lengths, self.finished = (
             column[kept] for column in (self.rows, self.keys, self.mask, self.lengths, self.finished)
         )
@@ -301,6 +309,12 @@ def places_after_drop(finished: torch.Tensor) -> torch.Tensor:
     places = torch.arange(len(kept), device=finished.device)
     places[finished[: len(kept)]] = kept[kept >= len(kept)]
     return places
+
+
+def _select_rows(layer: Any, rows: torch.Tensor) -> None:
+    """Make row i of a cache layer that of row rows[i]. Layers with recurrent states have another name for it."""
+    select = layer.reorder_cache if hasattr(layer, "recurrent_states") else layer.batch_select_indices
+    select(rows)
 
 
 def _contiguous(head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -335,6 +349,7 @@ def _build_model(setup: RolloutSetup) -> torch.nn.Module:
     else:
         with _seeded(setup.seed), model_errors(setup.model_path, "cannot build it"):
             model = auto_class.from_config(config, **options)
+    use_exact_attention(model, setup.override_config.get("attn_implementation"))
     model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(setup.device).eval().requires_grad_(False)
 

@@ -1,4 +1,8 @@
 from .image_layout import with_images as with_images
+from .masked_attention import masked_attention as masked_attention
+from .masked_attention import masked_tree_attention as masked_tree_attention
+from .recurrent_layers import RecurrentLayers as RecurrentLayers
+from .recurrent_layers import state_obstacle as state_obstacle
 from .sequence_parallel import SumOverPeers as SumOverPeers
 from .sequence_parallel import part_of_layout as part_of_layout
 from .sequence_parallel import sequence_part as sequence_part

@@ -14,7 +14,7 @@ import torch
 
 from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.workers.engine.batching.layout import GridImages, TokenLayout
-from hybridrl.workers.engine.batching.packed_attention import SequenceSpan
+from hybridrl.workers.engine.batching.spans import SequenceSpan
 from hybridrl.workers.engine.image_model import image_positions
 
 

@@ -6,9 +6,8 @@ Both engines use it. Tensors only, no model. Two layouts give the same results:
     packed   one row in all, sequences concatenated, positions restarting at 0 in each: (1, T)
 
 Neither needs an attention mask. Right padding follows every real token, and a causal model cannot see it. In a packed
-row the restarting positions mark sequence starts. Flash attention reads them. Eager attention gets a block-diagonal
-mask made from them (`find_packed_sequence_indices` in transformers' masking_utils). SDPA is replaced by
-`packed_attention`.
+row the restarting positions mark sequence starts. Flash attention reads them. Other attention is replaced by
+`packed_attention`, because not every model of transformers makes masks from positions.
 
 Shapes: B rows of a batch, b rows of a micro-batch, L = P + R columns (prompt and response), N response tokens of a
 micro-batch.
@@ -25,10 +24,10 @@ from hybridrl.algos.partition.row_images import RowImages, images_of
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import COMPUTED_PAIRS, COMPUTED_TOKENS
-from hybridrl.workers.engine.batching.packed_attention import SequenceSpan, sequence_spans
+from hybridrl.workers.engine.batching.spans import SequenceSpan, sequence_spans
 
 if TYPE_CHECKING:  # only runs that share prefixes, or have images, load these
-    from hybridrl.workers.engine.batching.tree_attention import AttentionTree
+    from hybridrl.workers.engine.batching.spans import AttentionTree
     from hybridrl.workers.engine.image_model import BlankImage
 
 

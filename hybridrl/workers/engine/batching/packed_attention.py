@@ -6,73 +6,35 @@ padded batch, only inside attention. Work grows with the sum of squared lengths.
 transformers and receives a layout's spans as a keyword argument of the model's forward.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
 from hybridrl.errors import ConfigError
+from hybridrl.workers.engine import batching
+from hybridrl.workers.engine.batching.layer_kinds import RECURRENT, layer_kinds
+from hybridrl.workers.engine.batching.spans import SequenceSpan
 
-NAME = "hybridrl_packed_sdpa"
-KINDS = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True)
-class SequenceSpan:
-    """Adjacent sequences of a packed row, as a padded batch of shape (b, W)."""
-
-    # (b*W,) int64, index into the row of each cell's token; padding cells repeat a token of the span
-    tokens: torch.Tensor
-    cells: torch.Tensor  # (n,) int64, flat index of the n cells that hold a token, in row order
-    width: int  # W
-
-    def to(self, device: torch.device) -> "SequenceSpan":
-        """Return the span with its tensors on a device."""
-        return SequenceSpan(self.tokens.to(device), self.cells.to(device), self.width)
+NAME = "hybridrl_packed"
+REPLACED = {"sdpa", "eager"}
 
 
-def sequence_spans(lengths: Sequence[int]) -> tuple[SequenceSpan, ...]:
-    """Split a packed row, given its sequence lengths (at least 1), into spans of similar length.
+def use_packed_layout(model: Any) -> bool:
+    """Let a transformers model compute the spans of packed rows; return whether it needs them.
 
-    In a span no sequence is longer than twice the shortest.
-    """
-    groups: list[list[int]] = []
-    shortest = longest = 0
-    for length in lengths:
-        if groups and max(longest, length) <= 2 * min(shortest, length):
-            groups[-1].append(length)
-            shortest, longest = min(shortest, length), max(longest, length)
-        else:
-            groups.append([length])
-            shortest = longest = length
-    starts = accumulate((sum(group) for group in groups), initial=0)
-    return tuple(_span(torch.tensor(group), start) for group, start in zip(groups, starts, strict=False))
-
-
-def _span(lengths: torch.Tensor, start: int) -> SequenceSpan:
-    column = torch.arange(int(lengths.max()))
-    first = start + lengths.cumsum(0) - lengths
-    tokens = first[:, None] + column.minimum(lengths[:, None] - 1)
-    return SequenceSpan(tokens.flatten(), (column < lengths[:, None]).flatten().nonzero().squeeze(-1), len(column))
-
-
-def use_packed_sdpa(model: Any) -> bool:
-    """Replace the SDPA of a transformers model by this attention and return whether it was replaced.
-
-    Models that do not use plain SDPA keep their attention.
+    Flash attention finds sequences by their positions, and keeps its place.
     """
     from transformers import AttentionInterface
 
-    settings = model.config.get_text_config()
-    is_plain = set(getattr(settings, "layer_types", None) or KINDS) <= KINDS
-    if settings._attn_implementation != "sdpa" or not is_plain or not model._supports_attention_backend:
-        return False
-    AttentionInterface.register(NAME, packed_sdpa)
-    set_text_attention(model, NAME)
-    return True
+    is_replaced = model.config.get_text_config()._attn_implementation in REPLACED
+    is_recurrent = bool(layer_kinds(model) & RECURRENT)
+    if is_replaced:
+        AttentionInterface.register(NAME, packed_sdpa)
+        set_text_attention(model, NAME)
+    if is_recurrent:
+        batching.RecurrentLayers(model, is_passed_on=is_replaced)
+    return is_replaced or is_recurrent
 
 
 def set_text_attention(model: Any, name: str) -> None:
@@ -90,6 +52,8 @@ def packed_sdpa(
     *,
     spans: tuple[SequenceSpan, ...] | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention inside each sequence of a packed row.
@@ -98,6 +62,7 @@ def packed_sdpa(
         query, key, value: (1,heads,T,d).
         spans: The row's spans; their sequences cover it in order.
         sliding_window: Tokens that a token sees, itself included; None for all before it.
+        softcap, s_aux: See `masked_attention`.
 
     Returns:
         (1,T,heads,d) and None for the attention weights.
@@ -107,15 +72,19 @@ def packed_sdpa(
     if spans is None:
         raise ConfigError(
             f"model.use_remove_padding=True: {type(module).__name__} does not get the keyword arguments of its model; "
-            "set model.override_config.attn_implementation=eager, or use_remove_padding=False"
+            "set it to False"
         )
     parts = []
     for span in spans:
         q, k, v = (_as_batch(states, span) for states in (query, key, value))
-        mask = (
-            band(span.width, sliding_window, query.device) if sliding_window and span.width > sliding_window else None
-        )
-        out, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)  # (b,W,heads,d)
+        window = sliding_window if sliding_window and span.width > sliding_window else None
+        if softcap is None and s_aux is None:
+            mask = None if window is None else band(span.width, window, query.device)
+            out, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)  # (b,W,heads,d)
+        else:
+            scale = kwargs.get("scaling")
+            found = batching.masked_attention(q, k, v, window=window, scale=scale, soft_cap=softcap, sinks=s_aux)
+            out = found.transpose(1, 2)
         parts.append(out.flatten(0, 1).index_select(0, span.cells))
     return torch.cat(parts)[None], None
 

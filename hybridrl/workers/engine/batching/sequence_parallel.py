@@ -19,14 +19,15 @@ from torch import nn
 
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.batching import packed_attention, tree_attention
+from hybridrl.workers.engine.batching.layer_kinds import REPLACED, layer_kinds, words
 from hybridrl.workers.engine.batching.layout import SequencePart, TokenLayout
-from hybridrl.workers.engine.batching.packed_attention import SequenceSpan
-from hybridrl.workers.engine.batching.tree_attention import AttentionTree
+from hybridrl.workers.engine.batching.spans import AttentionTree, SequenceSpan
 from hybridrl.workers.process_setup import collective_timeout
 
 NAME = "hybridrl_sequence_parallel"
 KEY = "ulysses_sequence_parallel_size"
-REPLACED = {*tree_attention.REPLACED, packed_attention.NAME, tree_attention.NAME}
+KINDS = {"full_attention", "sliding_attention"}
+ATTENTIONS = {*REPLACED, packed_attention.NAME, tree_attention.NAME}  # in whose place this one stands
 
 
 def sequence_part(size: int) -> SequencePart:
@@ -87,7 +88,7 @@ def part_of_layout(layout: TokenLayout, part: SequencePart) -> TokenLayout:
 def use_sequence_parallel(model: Any, size: int) -> None:
     """Replace the attention of a transformers model by one that exchanges heads with `size - 1` peers.
 
-    Call it after `use_packed_sdpa` or `use_tree_attention`, which it replaces, too.
+    Call it after `use_packed_layout` or `use_tree_attention`, which it replaces, too.
 
     Raises:
         ConfigError: The model has another kind of attention, or heads that the peers cannot share.
@@ -102,14 +103,9 @@ def use_sequence_parallel(model: Any, size: int) -> None:
 
 def _obstacle(model: Any, size: int) -> str | None:
     settings = model.config.get_text_config()
-    kinds = set(getattr(settings, "layer_types", None) or ()) - packed_attention.KINDS
-    if getattr(model, "_is_stateful", False):
-        return "is recurrent"
-    if kinds:
-        return f"has layers of type {', '.join(sorted(kinds))}"
-    if not model._supports_attention_backend:
-        return "does not use the attention interface of transformers"
-    if settings._attn_implementation not in REPLACED:
+    if kinds := layer_kinds(model) - KINDS:
+        return f"has {words(kinds)}"
+    if settings._attn_implementation not in ATTENTIONS:
         return f"runs with attn_implementation={settings._attn_implementation}"
     if settings.num_attention_heads % size:
         return f"has num_attention_heads={settings.num_attention_heads}, which {size} processes cannot share"

@@ -13,7 +13,6 @@ Shapes: T tokens of a packed row, d size of a head.
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,68 +20,16 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS
-from hybridrl.workers.engine.batching.packed_attention import SequenceSpan, set_text_attention
+from hybridrl.workers.engine import batching
+from hybridrl.workers.engine.batching.layer_kinds import RECURRENT, layer_kinds, obstacle
+from hybridrl.workers.engine.batching.packed_attention import set_text_attention
+from hybridrl.workers.engine.batching.spans import AttentionTree, SequenceSpan
 
 logger = logging.getLogger(__name__)
 
 NAME = "hybridrl_prefix_tree"
-REPLACED = {"sdpa", "flash_attention_2"}
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+UNSUPPORTED = ("position_bias",)
 """Arguments by which models change the attention weights."""
-
-
-@dataclass(frozen=True)
-class AttentionTree:
-    """Which tokens of a packed row see each other.
-
-    Attributes:
-        spans: The segments, whose tokens see themselves and those before them.
-        branches: (start, stop, end) of each segment with a subtree: tokens from stop to end see those from start.
-        ends: (T,) int64, where the subtree of each token's segment ends.
-        num_row_tokens: Tokens of all rows; those that rows share count in each of them.
-    """
-
-    spans: tuple[SequenceSpan, ...]
-    branches: tuple[tuple[int, int, int], ...]
-    ends: torch.Tensor
-    num_row_tokens: int
-
-    def token_counts(self) -> dict[str, float]:
-        """Return an engine's statistics of a micro-batch."""
-        return {ROW_TOKENS: float(self.num_row_tokens), COMPUTED_TOKENS: float(len(self.ends))}
-
-    def to(self, device: torch.device) -> "AttentionTree":
-        """Return the tree with its tensors on a device."""
-        return replace(self, spans=tuple(span.to(device) for span in self.spans), ends=self.ends.to(device))
-
-    def extended(self, num_tokens: int) -> "AttentionTree":
-        """Return the tree with a segment of further tokens after it, at the start of another row."""
-        start = len(self.ends)
-        tokens = torch.arange(start, start + num_tokens)
-        span = SequenceSpan(tokens, torch.arange(num_tokens), num_tokens)
-        ends = torch.cat([self.ends, torch.full((num_tokens,), start + num_tokens)])
-        return AttentionTree((*self.spans, span), self.branches, ends, self.num_row_tokens + num_tokens)
-
-    @functools.cached_property
-    def block_mask(self) -> Any:
-        """Return FlexAttention's block mask, made once for all layers."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        size = len(self.ends)
-        return create_block_mask(sees(self.ends), None, None, size, size, device=str(self.ends.device))
-
-
-def sees(ends: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return FlexAttention's mask function: a query sees the keys before it whose subtree it is in.
-
-    In depth-first order a token is in the subtree of an earlier one if that subtree has not ended before it.
-    """
-
-    def mask(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < ends[key])
-
-    return mask
 
 
 def attend_tree(
@@ -188,15 +135,18 @@ def _scatter(target: torch.Tensor, part: torch.Tensor, span: SequenceSpan) -> No
 def use_tree_attention(model: Any) -> bool:
     """Replace the attention of a transformers model by this one and return whether it was replaced.
 
-    Models with another kind of attention keep theirs, and rank 0 logs why.
+    Models with layers that `layer_kinds` does not know keep theirs, and rank 0 logs why.
     """
     from transformers import AttentionInterface
 
-    if reason := _obstacle(model):
+    is_recurrent = bool(layer_kinds(model) & RECURRENT)
+    if reason := obstacle(model) or (is_recurrent and batching.state_obstacle(model)):
         log_obstacle(f"{type(model).__name__} {reason}")
         return False
     AttentionInterface.register(NAME, tree_attention)
     set_text_attention(model, NAME)
+    if is_recurrent:
+        batching.RecurrentLayers(model, is_passed_on=True)
     return True
 
 
@@ -204,26 +154,6 @@ def log_obstacle(reason: str) -> None:
     """Log on rank 0 why a model computes every row alone."""
     if dist.get_rank() == 0:
         logger.warning("use_prefix_grouper=True has no effect: %s; every row is computed alone.", reason)
-
-
-def _obstacle(model: Any) -> str | None:
-    settings = model.config.get_text_config()
-    kinds = set(getattr(settings, "layer_types", None) or ()) - {"full_attention"}
-    if getattr(model, "_is_stateful", False):
-        return "is recurrent"
-    if kinds:
-        return f"has layers of type {', '.join(sorted(kinds))}"
-    if getattr(settings, "sliding_window", None) and getattr(settings, "use_sliding_window", True):
-        return f"has a sliding window of {settings.sliding_window} tokens"
-    if not model._supports_attention_backend:
-        return "does not use the attention interface of transformers"
-    if settings._attn_implementation not in REPLACED:
-        return f"runs with attn_implementation={settings._attn_implementation}"
-    if getattr(settings, "attn_logit_softcapping", None):
-        return "caps its attention weights"
-    if getattr(settings, "v_head_dim", None):
-        return "has values of another size than its keys"
-    return None
 
 
 def tree_attention(
@@ -236,9 +166,12 @@ def tree_attention(
     tree: AttentionTree | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return `attend_tree` as transformers calls it: (1,T,heads,d), and None for the attention weights.
+    """Return attention over a prefix tree as transformers calls it: (1,T,heads,d), and None for its weights.
 
     Raises:
         ConfigError: The model asks for what this attention cannot do.
@@ -252,4 +185,9 @@ def tree_attention(
             + ", ".join(other + ["dropout"] * bool(dropout) + ["an attention mask"] * (attention_mask is not None))
         )
         raise ConfigError(f"use_prefix_grouper=True: {type(module).__name__} {what}; set it to False")
-    return attend_tree(query, key, value, tree, scale=scaling).transpose(1, 2), None
+    if sliding_window is None and softcap is None and s_aux is None and value.size(-1) == query.size(-1):
+        return attend_tree(query, key, value, tree, scale=scaling).transpose(1, 2), None
+    found = batching.masked_tree_attention(
+        query, key, value, tree, window=sliding_window, scale=scaling, soft_cap=softcap, sinks=s_aux
+    )
+    return found.transpose(1, 2), None

@@ -19,8 +19,7 @@ from hybridrl.algos.partition.prefix_tree import PrefixTree
 from hybridrl.algos.partition.row_images import prefix_rows
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout
-from hybridrl.workers.engine.batching.packed_attention import sequence_spans
-from hybridrl.workers.engine.batching.tree_attention import AttentionTree
+from hybridrl.workers.engine.batching.spans import AttentionTree, sequence_spans
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +81,7 @@ def attention_tree(tree: PrefixTree) -> AttentionTree:
     segments = tree.segments
     return AttentionTree(
         spans=sequence_spans([segment.stop - segment.start for segment in segments]),
-        branches=tuple(
-            (segment.start, segment.stop, segment.end) for segment in segments if segment.end > segment.stop
-        ),
+        segments=tuple((segment.start, segment.stop, segment.end) for segment in segments),
         ends=torch.cat([torch.full((segment.stop - segment.start,), segment.end) for segment in segments]),
         num_row_tokens=sum(len(place) for place in tree.places),
     )

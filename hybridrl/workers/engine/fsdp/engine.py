@@ -25,13 +25,13 @@ from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine
 from hybridrl.workers.engine import batching
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
+from hybridrl.workers.engine.batching.layer_kinds import check_packable
 from hybridrl.workers.engine.batching.layout import TokenLayout
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs, token_columns
-from hybridrl.workers.engine.batching.packed_attention import use_packed_sdpa
+from hybridrl.workers.engine.batching.packed_attention import use_packed_layout
 from hybridrl.workers.engine.fsdp.checkpoint import load_state, save_state
 from hybridrl.workers.engine.hf_model import (
-    check_packable,
     decoder_blocks,
     empty_model,
     hf_config,
@@ -92,7 +92,7 @@ class FSDPEngine(ShardedEngine):
     def _attention_inputs(self) -> tuple[str, ...]:
         own: tuple[str, ...] = ("tree",)
         if not self._shares_prefixes:
-            own = ("spans",) if self.config.packed and use_packed_sdpa(self.model) else ()
+            own = ("spans",) if self.config.packed and use_packed_layout(self.model) else ()
         if self._part is None:
             return own
         batching.use_sequence_parallel(self.model, self._part.size)

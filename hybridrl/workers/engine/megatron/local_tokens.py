@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridrl.workers.engine.batching.layout import TokenLayout
-from hybridrl.workers.engine.batching.packed_attention import sequence_spans
+from hybridrl.workers.engine.batching.spans import sequence_spans
 from hybridrl.workers.engine.megatron.layers import PackedParams, zigzag_chunks
 
 

@@ -12,12 +12,8 @@ from hybridrl.algos.partition.prefix_tree import prefix_tree, real_tokens
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS, LoRA, MicroBatching
 from hybridrl.workers.engine.batching.layout import token_grid
-from hybridrl.workers.engine.batching.tree_attention import (
-    attend_tree,
-    sees,
-    tree_attention,
-    use_tree_attention,
-)
+from hybridrl.workers.engine.batching.spans import sees
+from hybridrl.workers.engine.batching.tree_attention import attend_tree, tree_attention, use_tree_attention
 from hybridrl.workers.engine.batching.tree_layout import (
     _log_nothing_shared,
     attention_tree,
@@ -218,19 +214,22 @@ def test_values_and_scores_are_those_of_separate_rows(models, tmp_path, kind):
     assert_same(both(pair, BATCHES["turns"], WHOLE, loss_fn=loss_fn, outputs=(name,)))
 
 
-def test_a_model_with_a_sliding_window_computes_rows_apart_and_says_so(models, engines, caplog):
+def test_a_model_with_attention_of_its_own_computes_rows_apart_and_says_so(tmp_path, caplog):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
-        engine = make_engine(models["sliding"], share_prefixes=True)
+        engine = make_engine(str(tmp_path), share_prefixes=True)
     assert "use_prefix_grouper=True has no effect: " in caplog.text
-    assert "Qwen2ForCausalLM has layers of type sliding_attention" in caplog.text
+    assert "BloomForCausalLM has attention that does not go through transformers' interface" in caplog.text
     batch = make_batch()
-    expected = engines["sliding"][0].forward(batch, WHOLE, outputs=POLICY)
+    expected = make_engine(str(tmp_path)).forward(batch, WHOLE, outputs=POLICY)
     found = engine.forward(batch, WHOLE, outputs=POLICY)
     for name in POLICY:
         assert torch.equal(found[name], expected[name])
 
 
-@pytest.mark.parametrize("asked", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"tree": None}])
+@pytest.mark.parametrize("asked", [{"dropout": 0.1}, {"position_bias": torch.ones(4)}, {"tree": None}])
 def test_what_the_attention_cannot_do_is_refused(asked):
     tree = attention_tree(tree_of(BATCHES["turns"]))
     states = [torch.zeros(1, 4, len(tree.ends), 8)] * 3

@@ -1,0 +1,92 @@
+"""Print the page about model families:
+
+    python -m tests.families > docs/families.md
+
+It measures tiny models of every family on the CPU, in 20 seconds of CPU time.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging
+
+from hybridrl.workers.engine.batching.layer_kinds import LAYERS, words
+from tests.families.configurations import FAMILIES
+from tests.families.measure import LAYOUTS, Cell, Row, measure_family
+
+BEGINNING = """# Model families
+
+FSDP and the `hf` rollout run the text models of transformers. `python -m tests.families > docs/families.md` prints this
+page: it compares tiny models of these families with plain transformers in float32. Other families follow the same
+rules, because every decision depends on kinds of layers, and none on a model's name.
+
+| family | layers | padded | packed | shared prefixes | rollout | export | resume | Megatron |
+|---|---|---|---|---|---|---|---|---|"""
+COLUMNS = """
+* padded, packed, shared prefixes: largest difference of log-probs / of gradients between the engine and transformers'
+  plain attention, row by row; rows are turns of conversations that share prefixes at several depths
+* rollout: log-probs of the `hf` rollout, to which trained weights were pushed in place of random ones, against the
+  engine; some rows end early. transformers' code for one token leaves out Nemotron-H's `time_step_min`
+* export: the exported model in transformers against the engine
+* resume: whether a loaded engine continues bit for bit
+
+## Kinds of layers
+"""
+KINDS = """
+The names are those of a configuration's `layer_types`, or say what else the configuration or a module has
+([code](../hybridrl/workers/engine/batching/layer_kinds.py)). A model with another kind is refused with
+`model.use_remove_padding=true`; `use_prefix_grouper=true` has no effect then, and a line in the log says so.
+
+Sinks and soft caps are never left out. Where transformers' kernel would do that, the model's own plain attention
+(`eager`) computes, and a line in the log says so. Choosing such a kernel with
+`model.override_config.attn_implementation` is an error. Plain torch takes memory for queries times keys of a sequence.
+
+Recurrent layers run transformers' torch code where `causal_conv1d`, `flash-linear-attention` or `mamba_ssm` is not
+installed; transformers logs which one is missing. A segment that others continue keeps its last state and the last
+inputs of the convolution. They start from both, so that they and their gradients are exact.
+"""
+NOTES = """
+## What the runs logged
+"""
+
+
+def page() -> str:
+    rows = {family: measure_family(family) for family in FAMILIES}
+    table = [_line(family, row) for family, row in rows.items()]
+    return "\n".join([BEGINNING, *table, COLUMNS, *_kinds(), KINDS.rstrip(), *_notes(rows)]) + "\n"
+
+
+def _line(family: str, row: Row) -> str:
+    cells = [_numbers(row.layouts[name]) for name in LAYOUTS]
+    resume = "yes" if row.resumes else "no"
+    megatron = "no" if row.megatron else "yes"
+    others = [_numbers(row.rollout), _numbers(row.export), resume, megatron]
+    return f"| {' | '.join([family, words(row.kinds), *cells, *others])} |"
+
+
+def _numbers(cell: Cell) -> str:
+    numbers = [number for number in (cell.log_probs, cell.gradients) if not math.isnan(number)]
+    return "refused" if cell.refusal else " / ".join(f"{number:.0e}" if number else "0" for number in numbers)
+
+
+def _kinds() -> list[str]:
+    lines = ["| layers | name | packed | shared prefixes |", "|---|---|---|---|"]
+    return lines + [f"| {layer.words} | `{kind}` | {layer.packed} | {layer.shared} |" for kind, layer in LAYERS.items()]
+
+
+def _notes(rows: dict[str, Row]) -> list[str]:
+    lines = [f"* {family}: {note}" for family, row in rows.items() for note in row.notes]
+    return [NOTES, *lines] if lines else []
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    print(page(), end="")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
