@@ -65,6 +65,7 @@ COMMANDS = {
     "hybridrl job graph --help": "from hybridrl.cli import main; main(['job', 'graph', '--help'])",
     "hybridrl export --help": "from hybridrl.cli import main; main(['export', '--help'])",
     "hybridrl serve --help": "from hybridrl.cli import main; main(['serve', '--help'])",
+    "hybridrl serve-training --help": "from hybridrl.cli import main; main(['serve-training', '--help'])",
     "hybridrl view --help": "from hybridrl.cli import main; main(['view', '--help'])",
     "hybridrl train --help": "from hybridrl.cli import main; main(['train', '--help'])",
     "hybridrl init --help": "from hybridrl.cli import main; main(['init', '--help'])",

@@ -349,3 +349,20 @@ def test_sampling_options_out_of_range_are_refused(service, change, words):
     with pytest.raises(OperationFailed, match=words) as caught:
         ServiceClient(service).sampler().sample([20, 21, 22], **change)
     assert caught.value.category == "user"
+
+
+def test_a_policy_learns_from_rewards_of_its_own_samples(service):
+    """The reward is the share of tokens below 100, of 336."""
+    model, prompt, rewards = ServiceClient(service).create_model(rank=8, seed=1), [20, 21, 22], []
+    for step in range(16):
+        samples = model.sampler().sample(prompt, num_samples=16, max_tokens=4, stop=[], seed=step).sequences
+        reward = np.array([np.mean(np.array(one.tokens) < 100) for one in samples])
+        rewards.append(reward.mean())
+        data = []
+        for one, advantage in zip(samples, reward - reward.mean(), strict=True):
+            tokens = [*prompt, *one.tokens]
+            columns = {"logprobs": [0, 0, *one.log_probs], "advantages": [0, 0, *[advantage] * 4]}
+            data.append(datum(tokens[:-1], tokens[1:], **columns))
+        model.forward_backward(data, "importance_sampling")
+        model.optim_step(learning_rate=3e-3)
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
