@@ -75,6 +75,7 @@ setup(
         "megatron": ["megatron-core>=0.16,<0.20"],  # from 0.17 on it needs Python 3.12
         "gguf": ["gguf>=0.17,<1", "accelerate>=1.1,<2"],  # models in GGUF files
         "tinker": ["protobuf>=5,<8"],  # hybridrl serve-training; its clients need the SDK
+        "images": ["pillow>=11,<14"],  # models that read images
         "wandb": ["wandb>=0.20,<1"],
         "mlflow": ["mlflow>=3,<4"],
         "control": ["gymnasium>=1.1,<2"],  # examples/control_task
@@ -84,7 +85,7 @@ setup(
         "dev": [
             *("pytest>=9.2,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "pytest-cov>=7.1,<8"),
             *("hypothesis>=6.170,<7", "gymnasium>=1.1,<2", "anthropic>=2.12,<3"),
-            *("gguf>=0.17,<1", "accelerate>=1.1,<2"),
+            *("gguf>=0.17,<1", "accelerate>=1.1,<2", "pillow>=11,<14"),
             "matplotlib>=3.10,<4",  # figures of benchmarks and examples
             *("ruff>=0.17,<0.18", "import-linter>=2.16,<3", "mypy>=2.4,<3", "pre-commit>=4.7,<5"),
         ],

@@ -10,7 +10,7 @@ scores a response 0 that exceeds it where `HARMLESS_RESPONSE` does not.
 from collections.abc import Callable
 from typing import Any
 
-from reward_score import code, environment, gsm8k, math, math_dapo
+from reward_score import code, environment, geometry3k, gsm8k, math, math_dapo
 
 __all__ = [
     "DATA_SOURCES",
@@ -21,6 +21,7 @@ __all__ = [
     "unknown_source_text",
     "code",
     "environment",
+    "geometry3k",
     "gsm8k",
     "math",
     "math_dapo",
@@ -32,6 +33,7 @@ DATA_SOURCES: dict[str, Callable[..., float | dict[str, Any]]] = {
     "lighteval/MATH": math.compute_score,
     "DigitalLearningGmbH/MATH-lighteval": math.compute_score,
     "HuggingFaceH4/MATH-500": math.compute_score,
+    "hiyouga/geometry3k": geometry3k.compute_score,
     "math_dapo": math_dapo.compute_score,
     "math_dapo_reasoning": math_dapo.compute_score,
     "codecontests": code.compute_score,

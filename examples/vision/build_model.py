@@ -67,9 +67,9 @@ def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int) -> An
     }
     vision: dict[str, Any] = {
         "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,

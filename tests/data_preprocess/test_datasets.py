@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from data_preprocess import full_hh_rlhf, gsm8k, hellaswag, math_dataset
+from data_preprocess import full_hh_rlhf, geometry3k, gsm8k, hellaswag, math_dataset
 
 SAMPLES = Path(__file__).parent.parent / "data" / "raw"
 
@@ -218,3 +218,18 @@ def test_the_real_datasets_are_converted_whole(tmp_path, shared_data):
     assert counts == {"gsm8k/train": 7473, "gsm8k/test": 1319, "math/test": 5000, "hellaswag/train": 5, "hh": 2307}
     answers = [row["reward_model"]["ground_truth"] for row in rows(tmp_path / "gsm8k" / "train.parquet")]
     assert all(answer.lstrip("-").replace(".", "").isdecimal() for answer in answers)
+
+
+def test_geometry3k_rows_hold_the_problem_with_its_tag_and_the_bytes_of_its_figure(tmp_path, capsys):
+    (tmp_path / "figure.png").write_bytes(b"figure")
+    raw = {"problem": "<image>Find x.", "answer": "3", "images": ["figure.png"]}
+    source = write_lines(tmp_path / "geo3k_train.jsonl", raw)
+    assert geometry3k.main(["--local_dir", str(tmp_path), "--data_source", str(source)]) == 0
+    [row] = rows(tmp_path / "train.parquet")
+    assert row["prompt"][0]["content"].startswith("<image>Find x. You FIRST think")
+    assert row["images"] == [{"bytes": b"figure", "path": None}]
+    assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("hiyouga/geometry3k", "3")
+    capsys.readouterr()
+    write_lines(source, raw | {"images": ["gone.png"]})
+    code = geometry3k.main(["--local_dir", str(tmp_path), "--data_source", str(source)])
+    assert "line 1: the image 'gone.png' cannot be read" in error_of(capsys, code)

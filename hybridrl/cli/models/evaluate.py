@@ -110,6 +110,7 @@ def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
     found = find_model(arguments.model, name=arguments.model_name, key_variable=arguments.key_variable)
     model, file, output = asyncio.run(found), data_file(arguments.task), str(folder / "samples" / "0.jsonl")
     rows = ParquetRows(file)
+    rows.reject_images()
     rows.require(config.data.prompt_key, "data.prompt_key")
     num = len(rows) if config.data.val_max_samples < 0 else min(config.data.val_max_samples, len(rows))
     if not num:

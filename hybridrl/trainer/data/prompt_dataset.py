@@ -172,8 +172,8 @@ class RLHFDataset:
                 continue
             if self.processor is None:
                 raise DataError(
-                    f"{self._rows.location(row)} has images in column {column!r} (data.image_key), and the model reads "
-                    "text only; take a model that reads images, or remove the column"
+                    f"{self._rows.location(row)} has images in column {column!r} (data.image_key), and the model, or "
+                    "this program, reads text only; train a model that reads images, or remove the column"
                 )
             return column
         return None

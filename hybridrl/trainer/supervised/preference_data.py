@@ -45,6 +45,7 @@ class PreferenceDataset:
     def __init__(self, data_files: list[str] | str, tokenizer: Any, config: PairDataConfig, *, max_samples: int = -1):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
+        self._rows.reject_images()
         self._num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         for key in self.column_settings():
             if getattr(config, key) is not None:

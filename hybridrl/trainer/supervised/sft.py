@@ -50,6 +50,7 @@ class SFTDataset:
     def __init__(self, data_files: list[str] | str, tokenizer: Any, config: SFTDataConfig, *, max_samples: int = -1):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
+        self._rows.reject_images()
         num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._rows.require(config.messages_key, "data.messages_key")
         self._tokens: list[np.ndarray] = []  # each (length,) int32

@@ -18,6 +18,9 @@ from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.engine.hf_model import make_scoring, overridden_config
 from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
+COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+"""Files of a model that training does not change: how it generates, and how its images are processed."""
+
 
 def export_hf(
     weights: Iterable[tuple[str, torch.Tensor]],
@@ -116,9 +119,9 @@ def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConf
         make_scoring(config, pad_token_id=tokenizer.pad_token_id)
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    generation = os.path.join(model.path, "generation_config.json")
-    if os.path.exists(generation):
-        shutil.copy(generation, directory)
+    for name in COPIED:
+        if os.path.exists(file := os.path.join(model.path, name)):
+            shutil.copy(file, directory)
     _save_shards(tensors, directory)
 
 

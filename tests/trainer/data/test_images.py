@@ -220,7 +220,7 @@ def test_a_prompt_that_does_not_fit_its_images_is_refused(tmp_path, model, row, 
 
 
 def test_a_model_of_text_refuses_images(tmp_path):
-    with pytest.raises(DataError, match="'images' .*, and the model reads text only"):
+    with pytest.raises(DataError, match="'images' .*, and the model, or this program, reads text only"):
         RLHFDataset(write(tmp_path / "a.parquet", image_row(encoded(picture(1)))), letter_tokenizer(), CONFIG)
 
 
