@@ -86,6 +86,7 @@ def test_grpo_with_pictures_trains_what_it_sampled_and_exports_a_model_that_load
             {"actor_rollout_ref__actor__strategy": "megatron"},
             "strategy=megatron supports the model types .* not qwen2_5_vl",
         ),
+        ({"actor_rollout_ref__model__lora_rank": 4}, "lora_adapter_path: it does not run with"),
         ({"actor_rollout_ref__rollout__mode": "async"}, "rollout.mode=async: prompts with images"),
     ],
 )

@@ -52,6 +52,7 @@ def _problems(config: PPOConfig) -> list[str]:
             policy.rollout.name
         ).capabilities.images,
         f"algorithm.adv_estimator={config.algorithm.adv_estimator}, which has a critic": uses_critic(config),
+        "actor_rollout_ref.model.lora_rank or lora_adapter_path": policy.model.uses_lora,
         "reward_model.enable=true": config.reward_model.enable,
         "distillation.enabled=true": config.distillation.enabled,
     }
