@@ -44,6 +44,7 @@ class RolloutCapabilities:
         the same two steps, and must schedule them alike.
     routes: it returns the experts of every token of a mixture of experts (`GeneratedTokens.routes`).
     images: `generate_with_images` takes prompts with images.
+    quantization: values of the setting `quantization` whose weights it computes with.
     sampling: the names of `SAMPLING` that it honours.
     """
 
@@ -56,6 +57,7 @@ class RolloutCapabilities:
     tensor_parallel: bool = False
     routes: bool = False
     images: bool = False
+    quantization: frozenset[str] = frozenset()
     sampling: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

@@ -77,7 +77,11 @@ class WeightPushMixin(TrainingWorker):
 
     def _weights_to_push(self, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the weights of a push: all, or the adapters alone."""
-        if self.config.actor_rollout_ref.rollout.weight_sync.lora == "merged":
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.quantization is not None:
+            grid = weight_transfer.GRIDS[rollout.quantization]
+            return weight_transfer.quantized_weights(self.actor.weights(), grid)
+        if rollout.weight_sync.lora == "merged":
             return self.actor.weights()
         return self.actor.weights(lora="adapters" if adapters else "base_and_adapters")
 

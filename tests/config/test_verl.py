@@ -138,7 +138,7 @@ def test_a_key_with_another_name_is_taken_over(words, ours):
         ("global_profiler.steps=[1,2]", RowKind.ELSEWHERE),
         ("actor_rollout_ref.rollout.max_model_len=2048", RowKind.DONE),
         ("actor_rollout_ref.rollout.max_model_len=100", RowKind.REFUSED),
-        ("actor_rollout_ref.rollout.quantization=fp8", RowKind.REFUSED),
+        ("actor_rollout_ref.rollout.quantization=torchao", RowKind.REFUSED),
         ("actor_rollout_ref.rollout.calculate_log_probs=True trainer.use_v1=True", RowKind.DONE),
         ("actor_rollout_ref.actor.optim.optimizer=SGD", RowKind.REFUSED),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.0", RowKind.DONE),

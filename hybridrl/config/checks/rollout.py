@@ -55,6 +55,8 @@ def capability_problems(config: PPOConfig, capabilities: RolloutCapabilities) ->
                 f"{setting}={value_text(value)}: needs the capability {capability}, which {name} does not declare; "
                 f"{fix}"
             )
+    if rollout.quantization is not None:
+        yield from _quantization_problems(config, capabilities)
     sampling = [f"{key}.{parameter}" for parameter in SAMPLING]
     if rollout.val_kwargs.do_sample:
         sampling += [f"{key}.val_kwargs.{parameter}" for parameter in SHAPES_SAMPLES]
@@ -65,6 +67,19 @@ def capability_problems(config: PPOConfig, capabilities: RolloutCapabilities) ->
                 f"{setting}={value_text(value)}: {name} does not declare {parameter} in capabilities.sampling; leave "
                 "it out, or use another rollout"
             )
+
+
+def _quantization_problems(config: PPOConfig, capabilities: RolloutCapabilities) -> Problems:
+    """Yield why the rollout cannot compute with quantised weights."""
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    chosen = f"{key}.quantization={rollout.quantization}"
+    if rollout.quantization not in capabilities.quantization:
+        yield (
+            f"{chosen}: {key}.name={rollout.name} does not declare it in capabilities.quantization; use {key}.name=hf, "
+            "or leave it out"
+        )
+    if rollout.weight_sync.lora == "adapter":
+        yield f"{chosen}: merged weights are quantised; set {key}.weight_sync.lora=merged"
 
 
 def _rollout_rank_problems(config: PPOConfig) -> Problems:

@@ -17,6 +17,7 @@ BUDGET = "Token budget of one micro-batch per process, a hard cap, used unless r
 MCORE = "Takes effect with strategy=megatron only."
 SHAPES = "Log-probs are computed without it."
 KL_KINDS = tuple(kind + suffix for suffix in ("", "+") for kind in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
+QUANTIZATION = ("fp8", "int8", "int4")
 PATH_OR_NULL = "Directory, Hugging Face name or GGUF file of the model"
 
 
@@ -379,6 +380,11 @@ class RolloutConfig:
         "auto",
         "Dtype of generation; auto is bfloat16 on CUDA, float32 on CPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = setting(
+        None,
+        "Generate with weights of one byte per value (fp8: e4m3) and a scale per block of 128 x 128; null: as trained.",
+        choices=QUANTIZATION,
     )
     calculate_log_probs: bool = setting(
         True, "Return the sampled tokens' log-probs and log their difference to the trainer's."

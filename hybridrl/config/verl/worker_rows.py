@@ -22,6 +22,7 @@ LAYOUT = (
 _SHARDED = "parameters are sharded over all worker processes"
 _ULYSSES = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 _FOLLOW = "reference policy and critic share sequences as the actor does"
+_GRIDS = "weights are quantised to fp8, int8 or int4, in blocks of 128 x 128: actor_rollout_ref.rollout.quantization"
 _COMPILE = "models run uncompiled"
 _KERNELS = "there are no fused kernels in this release"
 _ENTROPY = "log-probs and entropy are computed in parts, and again in the backward pass"
@@ -80,7 +81,7 @@ FSDP_ROWS: tuple[Row, ...] = (
     done(f"{FSDP}.{{seed,full_determinism}}", "trainer.seed seeds everything, and every run is repeatable"),
     no_effect(f"{FSDP}.{{use_torch_compile,turbo_config}}", _COMPILE),
     done(f"{FSDP}.{{forward_only,strategy}}", "it follows from the role"),
-    done(f"{{{FSDP[1:-1]},{ACTOR}}}.qat.enable", "there is no quantization", "false"),
+    done(f"{{{FSDP[1:-1]},{ACTOR}}}.qat.enable", "there is no quantization-aware training", "false"),
     refused(f"{{{FSDP[1:-1]},{ACTOR}}}.qat", "there is no quantization-aware training in this release; leave it out"),
     no_effect(
         f"{FSDP}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted, not padded to a length"
@@ -336,7 +337,8 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     elsewhere(f"{ROLLOUT}.moe_load_balance_metrics_interval", "the load of experts is logged with router_replay.mode"),
     done(f"{ROLLOUT}.{{quantization,quantization_config_file,limit_images,mtp}}", "there is none", "null"),
     done(f"{ROLLOUT}.mtp.enable", "there is no multi-token prediction", "false"),
-    refused(f"{ROLLOUT}.{{quantization,quantization_config_file}}", "generation is not quantized; leave it out"),
+    refused(f"{ROLLOUT}.quantization", _GRIDS, "torchao", "ascend"),
+    refused(f"{ROLLOUT}.quantization_config_file", _GRIDS),
     refused(f"{ROLLOUT}.{{mtp,disaggregation,limit_images}}", "this is not in this release; leave it out"),
     elsewhere(f"{ROLLOUT}.agent.num_workers", "the router has no workers of its own"),
     done(f"{ROLLOUT}.agent.{{agent_loop_config_path,custom_async_server}}", "there is none", "null"),

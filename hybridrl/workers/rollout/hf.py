@@ -24,7 +24,7 @@ import torch
 from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.introspection import value_text
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.workers import QUANTIZATION, RolloutConfig
 from hybridrl.errors import ConfigError, model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
@@ -58,6 +58,7 @@ class HFRollout(VersionedRollout):
         adapters=True,
         routes=True,
         images=True,
+        quantization=frozenset(QUANTIZATION),
         sampling=frozenset(SAMPLING),
     )
 

@@ -14,6 +14,7 @@ import torch
 
 from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
+from hybridrl.workers import weight_transfer
 from hybridrl.workers.rollout.base import VERSION_ON_DISK, Rollout, RolloutHealth, RolloutSetup
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
@@ -37,7 +38,11 @@ class VersionedRollout(Rollout):
         self._version = None  # until `_use_weights_on_disk` or a push
         self._awake = True
         self._fingerprint: int | None = None
-        self._merger = AdapterMerger(names, dtype=setup.dtype)
+        self._merger = (
+            AdapterMerger(names, dtype=setup.dtype)
+            if setup.config.quantization is None
+            else weight_transfer.Dequantizer(names, dtype=setup.dtype)
+        )
 
     @abstractmethod
     def _engine_fingerprint(self) -> int:

@@ -9,6 +9,9 @@ from .base import Transport as Transport
 from .base import TransportCapabilities as TransportCapabilities
 from .buckets import OutgoingWeights as OutgoingWeights
 from .channel import ChannelAddress as ChannelAddress
+from .quantize import GRIDS as GRIDS
+from .quantize import Dequantizer as Dequantizer
+from .quantize import quantized_weights as quantized_weights
 from .transports import Receivers as Receivers
 from .transports import make_sender as make_sender
 from .transports import transport_capabilities as transport_capabilities

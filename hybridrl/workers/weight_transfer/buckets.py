@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, pushed_dtype, tensor_hash
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, as_pushed, pushed_dtype, tensor_hash
 
 ALIGNMENT = 64  # bytes: suits a tensor of any dtype, and gives the fastest copies
 
@@ -36,7 +36,7 @@ class Bucket:
 
 
 class OutgoingWeights:
-    """Weights as they leave the trainer; floating-point ones are cast to `pushed_dtype`.
+    """Weights as they leave the trainer; floating-point ones are cast by `as_pushed`.
 
     Iterate once, then read `fingerprint` and `num_bytes`.
     """
@@ -48,10 +48,8 @@ class OutgoingWeights:
 
     def __iter__(self) -> Iterator[NamedTensor]:
         for name, tensor in self._weights:
-            sent, dtype = tensor.detach(), pushed_dtype(name, self._dtype)
-            if sent.is_floating_point():
-                sent = sent.to(dtype)
-            self._total += tensor_hash(sent, dtype)
+            sent = as_pushed(name, tensor, self._dtype) if tensor.is_floating_point() else tensor.detach()
+            self._total += tensor_hash(sent, pushed_dtype(name, self._dtype))
             self.num_bytes += sent.nbytes
             yield name, sent
 

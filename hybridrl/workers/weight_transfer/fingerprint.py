@@ -19,6 +19,10 @@ import torch
 NamedTensor = tuple[str, torch.Tensor]
 
 ADAPTER_ENDINGS = (".lora_A", ".lora_B")
+SCALE_ENDING = "_scale_inv"
+"""Of the scales of a quantised weight; see `quantize`."""
+QUANTIZED = frozenset({torch.float8_e4m3fn, torch.int8})
+"""Dtypes of quantised weights, which are sent, held and hashed as they are."""
 
 # On the CPU one chunk and its temporaries fit into a core's cache. A GPU needs few launches.
 CHUNK_CPU = 1 << 16
@@ -35,7 +39,7 @@ def fingerprint(named_tensors: Iterable[NamedTensor], dtype: torch.dtype) -> int
 
     Args:
         named_tensors: all of them must be alive until the end, because memory addresses identify them.
-        dtype: a floating-point type of 2 or 4 bytes, to which every tensor is cast first.
+        dtype: a floating-point type of 2 or 4 bytes, to which every tensor is cast first that is not quantised.
     """
     total, seen = 0, set()
     for _, tensor in named_tensors:
@@ -97,14 +101,13 @@ class WeightStream:
         for name, tensor in self._weights:
             if name in self._names.tied:
                 continue
-            if (adapted_weight(name) if is_adapter(name) else name) not in self._names.own:
+            if _weight_of(name) not in self._names.own:
                 raise KeyError(f"weight {name!r} was pushed, but the model has none of this name")
             self.missing.discard(name)
-            dtype = pushed_dtype(name, self._dtype)
-            passed = tensor.detach().to(dtype)
+            passed = as_pushed(name, tensor, self._dtype)
             self.is_hashed = self.is_hashed or is_adapter(name)
             if self.is_hashed:
-                self._total += tensor_hash(passed, dtype)
+                self._total += tensor_hash(passed, passed.dtype)
             yield name, passed
 
     @property
@@ -150,9 +153,23 @@ def adapted_weight(name: str) -> str:
 def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a tensor is pushed and hashed.
 
-    It is the rollout's, but float32 for adapters, whose small values are added to large ones.
+    It is the rollout's, but float32 for adapters, whose small values are added to large ones, and for scales.
     """
-    return torch.float32 if is_adapter(name) else dtype
+    return torch.float32 if is_adapter(name) or is_scale(name) else dtype
+
+
+def as_pushed(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as it is pushed to a rollout of this dtype; a quantised one is left as it is."""
+    return tensor.detach() if tensor.dtype in QUANTIZED else tensor.detach().to(pushed_dtype(name, dtype))
+
+
+def is_scale(name: str) -> bool:
+    """Return whether this names the scales of a quantised weight."""
+    return name.endswith(SCALE_ENDING)
+
+
+def _weight_of(name: str) -> str:
+    return adapted_weight(name) if is_adapter(name) else name.removesuffix(SCALE_ENDING)
 
 
 @torch.no_grad()
@@ -160,10 +177,12 @@ def tensor_hash(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Return the tensor's part of the fingerprint: the sum of its element hashes, as an unbounded integer."""
     if tensor.numel() == 0:
         return 0
-    flat = tensor.detach().to(dtype).reshape(-1)
-    if flat.element_size() not in (2, 4):
-        raise ValueError(f"fingerprint works on 2- and 4-byte dtypes, not {flat.dtype}")
-    bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+    flat = (tensor if tensor.dtype in QUANTIZED else tensor.to(dtype)).detach().reshape(-1)
+    if flat.element_size() not in (2, 4) and flat.dtype not in QUANTIZED:
+        raise ValueError(
+            f"fingerprint works on 2- and 4-byte dtypes and on those of quantised weights, not {flat.dtype}"
+        )
+    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[flat.element_size()])
     if bits.device.type == "cpu":
         return _sum_of_hashes(bits.numpy())
     return int(torch.stack([_hash_bits(chunk.int()).sum(dtype=torch.int64) for chunk in bits.split(CHUNK_CUDA)]).sum())

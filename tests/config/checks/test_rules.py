@@ -31,7 +31,7 @@ ALL_BUT_RANKS = RolloutCapabilities(
     keyed_sampling=True, log_probs=True, partial=True, requests=True, adapters=True, sampling=frozenset(SAMPLING)
 )
 ROLLOUTS = {
-    "hf": ALL_BUT_RANKS,
+    "hf": replace(ALL_BUT_RANKS, quantization=frozenset({"fp8"})),
     "vllm": replace(ALL_BUT_RANKS, tensor_parallel=True),
     "toy": RolloutCapabilities(log_probs=True),
     "mute": RolloutCapabilities(),
@@ -226,6 +226,15 @@ def check(tmp_path):
             "context_parallel_size=1 = 3 does not",
         ),
         (f"{MEGATRON} {LAYOUT}.sequence_parallel=true", "sequence_parallel=true: has no effect with"),
+        (
+            "actor_rollout_ref.rollout.quantization=fp8 actor_rollout_ref.rollout.name=vllm",
+            "quantization=fp8: actor_rollout_ref.rollout.name=vllm does not declare it in capabilities.quantization",
+        ),
+        (
+            "actor_rollout_ref.rollout.quantization=fp8 actor_rollout_ref.rollout.name=hf "
+            "actor_rollout_ref.rollout.weight_sync.lora=adapter actor_rollout_ref.model.lora_rank=4",
+            "quantization=fp8: merged weights are quantised; set actor_rollout_ref.rollout.weight_sync.lora=merged",
+        ),
         (
             f"{ULYSSES}=3 trainer.n_gpus_per_node=4",
             f"{ULYSSES}=3: does not divide the 4 processes (trainer.nnodes * trainer.n_gpus_per_node); use a divisor",
