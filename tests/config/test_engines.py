@@ -62,6 +62,9 @@ def test_heads_that_processes_cannot_share_are_refused_before_a_model_loads(tmp_
     policy = replace(config.actor_rollout_ref, model=replace(config.actor_rollout_ref.model, path=str(tmp_path)))
     found = problems(replace(config, actor_rollout_ref=policy))
     assert f"ulysses_sequence_parallel_size=2: {tmp_path} has num_attention_heads=9, which 2 processes" in found
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
+    found = problems(replace(config, actor_rollout_ref=policy))
+    assert f"ulysses_sequence_parallel_size=2: {tmp_path} reads images" in found
 
 
 def test_token_budgets_are_those_of_one_of_the_processes_that_share_a_sequence():

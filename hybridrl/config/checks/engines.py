@@ -38,6 +38,11 @@ def engine_problems(config: PPOConfig) -> Problems:
         size = config.trainer.nnodes * config.trainer.n_gpus_per_node
         models = {config.actor_rollout_ref.model.path, config.critic.model.path, config.reward_model.model.path}
         yield from sequence_parallel_problems(actor.fsdp_config, world_size=size, models=models, key=f"{key}.{used}")
+        if sequence_parts(actor) > 1 and actor.router_replay.mode != "disabled":
+            yield (
+                f"{MODE}={actor.router_replay.mode}: experts are replayed for whole rows only; set {key}.{used}."
+                "ulysses_sequence_parallel_size=1"
+            )
     try:
         settings = engine_settings(actor)
     except ConfigError as error:
@@ -80,6 +85,8 @@ def sequence_parallel_problems(
         )
     for path in sorted(path for path in models if path):
         found = checks.megatron.local_model_config(path) or {}
+        if "vision_config" in found:
+            yield f"{name}: {path} reads images, whose tokens are not shared between processes; use 1"
         heads = found.get("text_config", found).get("num_attention_heads", size)
         if heads % size:
             yield f"{name}: {path} has num_attention_heads={heads}, which {size} processes cannot share; use a divisor"

@@ -105,6 +105,8 @@ def _obstacle(model: Any, size: int) -> str | None:
     settings = model.config.get_text_config()
     if kinds := layer_kinds(model) - KINDS:
         return f"has {words(kinds)}"
+    if getattr(model.config, "vision_config", None) is not None:
+        return "reads images, whose tokens are not shared"
     if settings._attn_implementation not in ATTENTIONS:
         return f"runs with attn_implementation={settings._attn_implementation}"
     if settings.num_attention_heads % size:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema.workers import FSDPConfig
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine
@@ -63,6 +63,8 @@ class FSDPEngine(ShardedEngine):
         config = self.config
         self._choose_device()
         rank, size = dist.get_rank(), config.settings.ulysses_sequence_parallel_size
+        if size > 1 and config.replays_routes:
+            raise ConfigError(f"ulysses_sequence_parallel_size={size}: experts are replayed for whole rows only; use 1")
         self._part = batching.sequence_part(size) if size > 1 else None
         self.mesh_position = MeshPosition(rank // size, dist.get_world_size() // size, is_output_rank=not rank % size)
         self.model = _sharded_model(config, self._device)
