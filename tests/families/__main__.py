@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from hybridrl.workers.engine.batching.layer_kinds import LAYERS, words
+from hybridrl.workers.weight_transfer.fingerprint import FLOAT32
 from tests.families.configurations import FAMILIES
 from tests.families.measure import LAYOUTS, Cell, Row, measure_family
 
@@ -46,6 +47,12 @@ Recurrent layers run transformers' torch code where `causal_conv1d`, `flash-line
 installed; transformers logs which one is missing. A segment that others continue keeps its last state and the last
 inputs of the convolution. They start from both, so that they and their gradients are exact.
 """
+KEPT = """
+## Tensors in float32
+
+A rollout in bfloat16 holds these in float32, as they are pushed and hashed. An FSDP engine that computes in bfloat16
+rounds parameters for its own passes, `A_log` too; buffers keep their bits.
+"""
 NOTES = """
 ## What the runs logged
 """
@@ -54,7 +61,7 @@ NOTES = """
 def page() -> str:
     rows = {family: measure_family(family) for family in FAMILIES}
     table = [_line(family, row) for family, row in rows.items()]
-    return "\n".join([BEGINNING, *table, COLUMNS, *_kinds(), KINDS.rstrip(), *_notes(rows)]) + "\n"
+    return "\n".join([BEGINNING, *table, COLUMNS, *_kinds(), KINDS.rstrip(), KEPT, *_kept(), *_notes(rows)]) + "\n"
 
 
 def _line(family: str, row: Row) -> str:
@@ -73,6 +80,10 @@ def _numbers(cell: Cell) -> str:
 def _kinds() -> list[str]:
     lines = ["| layers | name | packed | shared prefixes |", "|---|---|---|---|"]
     return lines + [f"| {layer.words} | `{kind}` | {layer.packed} | {layer.shared} |" for kind, layer in LAYERS.items()]
+
+
+def _kept() -> list[str]:
+    return [f"* `{ending.removeprefix('.')}`: {reason}" for ending, reason in FLOAT32.items()]
 
 
 def _notes(rows: dict[str, Row]) -> list[str]:

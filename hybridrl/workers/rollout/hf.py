@@ -34,7 +34,7 @@ from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_con
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, needs_history, uniforms
 from hybridrl.workers.rollout.versioned import VersionedRollout
-from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames, fingerprint
+from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames, fingerprint, pushed_dtype
 
 # Finished rows are dropped when they reach this share of the batch. A higher share computes finished rows for nothing.
 # A lower one moves rows of the cache too often, and each move is some 20 small operations.
@@ -351,6 +351,9 @@ def _build_model(setup: RolloutSetup) -> torch.nn.Module:
         with _seeded(setup.seed), model_errors(setup.model_path, "cannot build it"):
             model = auto_class.from_config(config, **options)
     use_exact_attention(model, setup.override_config.get("attn_implementation"))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if pushed_dtype(name, setup.dtype) != setup.dtype:
+            tensor.data = tensor.data.float()
     model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(setup.device).eval().requires_grad_(False)
 

@@ -20,6 +20,7 @@ from hybridrl.workers.weight_transfer.fingerprint import (
     WeightStream,
     adapted_weight,
     is_adapter,
+    pushed_dtype,
     tensor_hash,
 )
 
@@ -89,7 +90,7 @@ class AdapterMerger:
         return torch.addmm(base.float(), lora_b.float(), lora_a.float()).to(self._dtype)
 
     def _hashed(self, name: str, tensor: torch.Tensor) -> NamedTensor:
-        self._hashes[name] = tensor_hash(tensor, self._dtype)
+        self._hashes[name] = tensor_hash(tensor, pushed_dtype(name, self._dtype))
         return name, tensor
 
 

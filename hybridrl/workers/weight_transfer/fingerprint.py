@@ -24,6 +24,15 @@ SCALE_ENDING = "_scale_inv"
 QUANTIZED = frozenset({torch.float8_e4m3fn, torch.int8})
 """Dtypes of quantised weights, which are sent, held and hashed as they are."""
 
+FLOAT32 = {
+    ".e_score_correction_bias": "chooses experts: DeepSeek-V3, GLM-4.5 and later, Nemotron-H",
+    ".A_log": "decay of a recurrent state, as an exponent of an exponent: gated delta rule, Mamba",
+}
+"""Endings of names of tensors that every rollout holds in float32, whatever its dtype, and why.
+
+Rollouts compute with them in float32. `dt_bias`, sinks and routers are not here: vLLM holds them in its own dtype.
+"""
+
 # On the CPU one chunk and its temporaries fit into a core's cache. A GPU needs few launches.
 CHUNK_CPU = 1 << 16
 CHUNK_CUDA = 1 << 24
@@ -39,14 +48,15 @@ def fingerprint(named_tensors: Iterable[NamedTensor], dtype: torch.dtype) -> int
 
     Args:
         named_tensors: all of them must be alive until the end, because memory addresses identify them.
-        dtype: a floating-point type of 2 or 4 bytes, to which every tensor is cast first that is not quantised.
+        dtype: a floating-point type of 2 or 4 bytes, to which tensors that are not quantised are cast first
+            (`pushed_dtype`).
     """
     total, seen = 0, set()
-    for _, tensor in named_tensors:
+    for name, tensor in named_tensors:
         address = (tensor.device, tensor.data_ptr(), tensor.numel())
         if address not in seen:
             seen.add(address)
-            total += tensor_hash(tensor, dtype)
+            total += tensor_hash(tensor, pushed_dtype(name, dtype))
     return total % (1 << 64)
 
 
@@ -151,11 +161,13 @@ def adapted_weight(name: str) -> str:
 
 
 def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor is pushed and hashed.
+    """Return the dtype in which a tensor is pushed, held and hashed.
 
-    It is the rollout's, but float32 for adapters, whose small values are added to large ones, and for scales.
+    It is the rollout's, but float32 for adapters, whose small values are added to large ones, for scales, and for
+    `FLOAT32`.
     """
-    return torch.float32 if is_adapter(name) or is_scale(name) else dtype
+    is_float32 = is_adapter(name) or is_scale(name) or name.endswith(tuple(FLOAT32))
+    return torch.float32 if is_float32 else dtype
 
 
 def as_pushed(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
