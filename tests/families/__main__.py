@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
-from hybridrl.workers.engine.batching.layer_kinds import LAYERS, words
+from hybridrl.workers.engine.attention.layer_kinds import LAYERS, words
 from hybridrl.workers.weight_transfer.fingerprint import FLOAT32
 from tests.families.configurations import FAMILIES
 from tests.families.measure import LAYOUTS, Cell, Row, measure_family
@@ -36,7 +36,7 @@ COLUMNS = """
 """
 KINDS = """
 The names are those of a configuration's `layer_types`, or say what else the configuration or a module has
-([code](../hybridrl/workers/engine/batching/layer_kinds.py)). A model with another kind is refused with
+([code](../hybridrl/workers/engine/attention/layer_kinds.py)). A model with another kind is refused with
 `model.use_remove_padding=true`; `use_prefix_grouper=true` has no effect then, and a line in the log says so.
 
 Sinks and soft caps are never left out. Where transformers' kernel would do that, the model's own plain attention

@@ -17,7 +17,7 @@ from hybridrl.config.checks.megatron import model_problems
 from hybridrl.config.schema.workers import MegatronConfig, ModelConfig, OptimConfig, RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.engine.batching.layer_kinds import layer_kinds
+from hybridrl.workers.engine.attention.layer_kinds import layer_kinds
 from hybridrl.workers.engine.batching.layout import make_layout, token_grid
 from hybridrl.workers.engine.export import export_hf
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridrl.errors import CheckpointError, ConfigError, model_errors
+from hybridrl.workers.engine.attention.layer_kinds import use_exact_attention
 from hybridrl.workers.engine.base import EngineSetup
-from hybridrl.workers.engine.batching.layer_kinds import use_exact_attention
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from hybridrl.config.schema.workers import QUANTIZATION, RolloutConfig
 from hybridrl.errors import ConfigError, model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
-from hybridrl.workers.engine.batching.layer_kinds import use_exact_attention
+from hybridrl.workers.engine.attention.layer_kinds import use_exact_attention
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens

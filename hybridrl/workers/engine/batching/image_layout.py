@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from hybridrl.algos.partition.row_images import RowImages
+from hybridrl.workers.engine.attention.spans import SequenceSpan
 from hybridrl.workers.engine.batching.layout import GridImages, TokenLayout
-from hybridrl.workers.engine.batching.spans import SequenceSpan
 from hybridrl.workers.engine.image_model import image_positions
 
 

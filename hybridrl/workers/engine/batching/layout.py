@@ -23,11 +23,11 @@ import torch.distributed as dist
 from hybridrl.algos.partition.row_images import RowImages, images_of
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.attention.spans import SequenceSpan, sequence_spans
 from hybridrl.workers.engine.base import COMPUTED_PAIRS, COMPUTED_TOKENS
-from hybridrl.workers.engine.batching.spans import SequenceSpan, sequence_spans
 
 if TYPE_CHECKING:  # only runs that share prefixes, or have images, load these
-    from hybridrl.workers.engine.batching.spans import AttentionTree
+    from hybridrl.workers.engine.attention.spans import AttentionTree
     from hybridrl.workers.engine.image_model import BlankImage
 
 

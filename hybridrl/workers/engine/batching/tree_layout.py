@@ -17,9 +17,9 @@ import torch
 from hybridrl.algos.partition import prefix_tree
 from hybridrl.algos.partition.prefix_tree import PrefixTree
 from hybridrl.algos.partition.row_images import prefix_rows
+from hybridrl.workers.engine.attention.spans import AttentionTree, sequence_spans
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.batching.layout import TokenGrid, TokenLayout
-from hybridrl.workers.engine.batching.spans import AttentionTree, sequence_spans
 
 logger = logging.getLogger(__name__)
 

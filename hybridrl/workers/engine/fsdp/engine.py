@@ -23,13 +23,13 @@ from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine
-from hybridrl.workers.engine import batching
+from hybridrl.workers.engine import attention
+from hybridrl.workers.engine.attention.layer_kinds import check_packable
+from hybridrl.workers.engine.attention.packed_attention import use_packed_layout
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
-from hybridrl.workers.engine.batching.layer_kinds import check_packable
 from hybridrl.workers.engine.batching.layout import TokenLayout
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs, token_columns
-from hybridrl.workers.engine.batching.packed_attention import use_packed_layout
 from hybridrl.workers.engine.fsdp.checkpoint import load_state, save_state
 from hybridrl.workers.engine.hf_model import (
     decoder_blocks,
@@ -65,11 +65,11 @@ class FSDPEngine(ShardedEngine):
         rank, size = dist.get_rank(), config.settings.ulysses_sequence_parallel_size
         if size > 1 and config.replays_routes:
             raise ConfigError(f"ulysses_sequence_parallel_size={size}: experts are replayed for whole rows only; use 1")
-        self._part = batching.sequence_part(size) if size > 1 else None
+        self._part = attention.sequence_part(size) if size > 1 else None
         self.mesh_position = MeshPosition(rank // size, dist.get_world_size() // size, is_output_rank=not rank % size)
         self.model = _sharded_model(config, self._device)
         self._blank = engine.prepare_images(self.model) if reads_images(self.model.config) else None
-        self._shares_prefixes = config.share_prefixes and batching.use_tree_attention(self.model)
+        self._shares_prefixes = config.share_prefixes and attention.use_tree_attention(self.model)
         self._reader = OutputReader(
             self.model,
             kind=config.kind,
@@ -97,7 +97,7 @@ class FSDPEngine(ShardedEngine):
             own = ("spans",) if self.config.packed and use_packed_layout(self.model) else ()
         if self._part is None:
             return own
-        batching.use_sequence_parallel(self.model, self._part.size)
+        attention.use_sequence_parallel(self.model, self._part.size)
         return ("spans", "tree", "part")
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ class FSDPEngine(ShardedEngine):
         found = self._reader(layout, outputs=outputs, columns=token_columns(batch, rows, layout, terms))
         if self._part is None:
             return found
-        return {name: batching.SumOverPeers.apply(cells, self._part.group) for name, cells in found.items()}
+        return {name: attention.SumOverPeers.apply(cells, self._part.group) for name, cells in found.items()}
 
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
@@ -201,7 +201,10 @@ class FSDPEngine(ShardedEngine):
             rows = groups[number] if number < len(groups) else []
             report_work(sum(map(len, groups[:number])), num_rows, "rows")
             layout = self._count(layout_of(grid, rows, **how))
-            yield rows, (layout if self._part is None else batching.part_of_layout(layout, self._part)).to(self._device)
+            yield (
+                rows,
+                (layout if self._part is None else attention.part_of_layout(layout, self._part)).to(self._device),
+            )
 
 
 def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:

@@ -21,11 +21,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers import engine
-from hybridrl.workers.engine import batching
+from hybridrl.workers.engine import attention
+from hybridrl.workers.engine.attention.tree_attention import log_obstacle
 from hybridrl.workers.engine.base import LossFn, MicroBatching, StateTensors
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OUTPUTS, check_outputs
-from hybridrl.workers.engine.batching.tree_attention import log_obstacle
 from hybridrl.workers.engine.hf_model import empty_model, hf_config
 from hybridrl.workers.engine.megatron.adapters import add_adapters, gather_weights
 from hybridrl.workers.engine.megatron.architecture import transformer_config
@@ -301,7 +301,7 @@ class MegatronEngine(ShardedEngine):
     def _cells(self, values: torch.Tensor, cell: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         cells = values.new_zeros(math.prod(size), dtype=torch.float32).index_copy(0, cell, values.float()).view(size)
         return (
-            batching.SumOverPeers.apply(cells, parallel_state.get_context_parallel_group())
+            attention.SumOverPeers.apply(cells, parallel_state.get_context_parallel_group())
             if self._sharding.cp_size > 1
             else cells
         )

@@ -21,8 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from hybridrl.workers.engine.batching.spans import AttentionTree, SequenceSpan
-from hybridrl.workers.engine.batching.tree_attention import attend_tree
+from hybridrl.workers.engine.attention.spans import AttentionTree, SequenceSpan
+from hybridrl.workers.engine.attention.tree_attention import attend_tree
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16 tests it for None, but binds it only with Transformer Engine.

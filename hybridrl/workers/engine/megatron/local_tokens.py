@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hybridrl.workers.engine.attention.spans import sequence_spans
 from hybridrl.workers.engine.batching.layout import TokenLayout
-from hybridrl.workers.engine.batching.spans import sequence_spans
 from hybridrl.workers.engine.megatron.layers import PackedParams, zigzag_chunks
 
 

@@ -5,8 +5,8 @@ import torch
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.workers.engine.attention.spans import sequence_spans
 from hybridrl.workers.engine.batching.layout import make_layout, token_grid
-from hybridrl.workers.engine.batching.spans import sequence_spans
 
 # Two rows, prompt width 3, response width 2. Row 0: prompt 5 6, response 7 8. Row 1: prompt 1 2 3, response 4 and
 # padding.

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hybridrl.errors import ConfigError
+from hybridrl.workers.engine.attention.sequence_parallel import part_of_layout
 from hybridrl.workers.engine.batching.layout import SequencePart, make_layout, token_grid
-from hybridrl.workers.engine.batching.sequence_parallel import part_of_layout
 from tests.support.workers.engine_cases import (
     WHOLE,
     assert_same_weights,

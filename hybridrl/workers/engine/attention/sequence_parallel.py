@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine.batching import packed_attention, tree_attention
-from hybridrl.workers.engine.batching.layer_kinds import REPLACED, layer_kinds, words
+from hybridrl.workers.engine.attention import packed_attention, tree_attention
+from hybridrl.workers.engine.attention.layer_kinds import REPLACED, layer_kinds, words
+from hybridrl.workers.engine.attention.spans import AttentionTree, SequenceSpan
 from hybridrl.workers.engine.batching.layout import SequencePart, TokenLayout
-from hybridrl.workers.engine.batching.spans import AttentionTree, SequenceSpan
 from hybridrl.workers.process_setup import collective_timeout
 
 NAME = "hybridrl_sequence_parallel"

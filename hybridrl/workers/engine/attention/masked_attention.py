@@ -9,7 +9,7 @@ Shapes: b sequences, q queries, k keys of the same path, the queries' tokens las
 import torch
 import torch.nn.functional as F
 
-from hybridrl.workers.engine.batching.spans import AttentionTree
+from hybridrl.workers.engine.attention.spans import AttentionTree
 
 
 def path_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -10,10 +10,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hybridrl.algos.partition.prefix_tree import prefix_tree, real_tokens
 from hybridrl.errors import ConfigError
+from hybridrl.workers.engine.attention.spans import sees
+from hybridrl.workers.engine.attention.tree_attention import attend_tree, tree_attention, use_tree_attention
 from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS, LoRA, MicroBatching
 from hybridrl.workers.engine.batching.layout import token_grid
-from hybridrl.workers.engine.batching.spans import sees
-from hybridrl.workers.engine.batching.tree_attention import attend_tree, tree_attention, use_tree_attention
 from hybridrl.workers.engine.batching.tree_layout import (
     _log_nothing_shared,
     attention_tree,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrl.workers.engine.batching.layer_kinds import CACHES, recurrent_modules
-from hybridrl.workers.engine.batching.spans import AttentionTree, SequenceSpan
+from hybridrl.workers.engine.attention.layer_kinds import CACHES, recurrent_modules
+from hybridrl.workers.engine.attention.spans import AttentionTree, SequenceSpan
 
 LAYOUT = ("spans", "tree")
 States = dict[int, torch.Tensor]

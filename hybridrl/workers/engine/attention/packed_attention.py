@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine import batching
-from hybridrl.workers.engine.batching.layer_kinds import RECURRENT, layer_kinds
-from hybridrl.workers.engine.batching.spans import SequenceSpan
+from hybridrl.workers.engine import attention
+from hybridrl.workers.engine.attention.layer_kinds import RECURRENT, layer_kinds
+from hybridrl.workers.engine.attention.spans import SequenceSpan
 
 NAME = "hybridrl_packed"
 REPLACED = {"sdpa", "eager"}
@@ -33,7 +33,7 @@ def use_packed_layout(model: Any) -> bool:
         AttentionInterface.register(NAME, packed_sdpa)
         set_text_attention(model, NAME)
     if is_recurrent:
-        batching.RecurrentLayers(model, is_passed_on=is_replaced)
+        attention.RecurrentLayers(model, is_passed_on=is_replaced)
     return is_replaced or is_recurrent
 
 
@@ -83,7 +83,7 @@ def packed_sdpa(
             out, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)  # (b,W,heads,d)
         else:
             scale = kwargs.get("scaling")
-            found = batching.masked_attention(q, k, v, window=window, scale=scale, soft_cap=softcap, sinks=s_aux)
+            found = attention.masked_attention(q, k, v, window=window, scale=scale, soft_cap=softcap, sinks=s_aux)
             out = found.transpose(1, 2)
         parts.append(out.flatten(0, 1).index_select(0, span.cells))
     return torch.cat(parts)[None], None

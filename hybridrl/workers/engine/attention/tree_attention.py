@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridrl.errors import ConfigError
-from hybridrl.workers.engine import batching
-from hybridrl.workers.engine.batching.layer_kinds import RECURRENT, layer_kinds, obstacle
-from hybridrl.workers.engine.batching.packed_attention import set_text_attention
-from hybridrl.workers.engine.batching.spans import AttentionTree, SequenceSpan
+from hybridrl.workers.engine import attention
+from hybridrl.workers.engine.attention.layer_kinds import RECURRENT, layer_kinds, obstacle
+from hybridrl.workers.engine.attention.packed_attention import set_text_attention
+from hybridrl.workers.engine.attention.spans import AttentionTree, SequenceSpan
 
 logger = logging.getLogger(__name__)
 
@@ -140,13 +140,13 @@ def use_tree_attention(model: Any) -> bool:
     from transformers import AttentionInterface
 
     is_recurrent = bool(layer_kinds(model) & RECURRENT)
-    if reason := obstacle(model) or (is_recurrent and batching.state_obstacle(model)):
+    if reason := obstacle(model) or (is_recurrent and attention.state_obstacle(model)):
         log_obstacle(f"{type(model).__name__} {reason}")
         return False
     AttentionInterface.register(NAME, tree_attention)
     set_text_attention(model, NAME)
     if is_recurrent:
-        batching.RecurrentLayers(model, is_passed_on=True)
+        attention.RecurrentLayers(model, is_passed_on=True)
     return True
 
 
@@ -187,7 +187,7 @@ def tree_attention(
         raise ConfigError(f"use_prefix_grouper=True: {type(module).__name__} {what}; set it to False")
     if sliding_window is None and softcap is None and s_aux is None and value.size(-1) == query.size(-1):
         return attend_tree(query, key, value, tree, scale=scaling).transpose(1, 2), None
-    found = batching.masked_tree_attention(
+    found = attention.masked_tree_attention(
         query, key, value, tree, window=sliding_window, scale=scaling, soft_cap=softcap, sinks=s_aux
     )
     return found.transpose(1, 2), None
