@@ -89,7 +89,7 @@ class TrainerConfig:
     parity_limit: float | str = setting(
         "auto",
         "Largest mean difference between log-probs of rollout and trainer for a few tokens before step 1; above, the "
-        "run stops. auto: 1e-4 in float32 (1e-3 on CUDA), 0.08 with 16 bits; off: no check.",
+        "run stops. auto: 1e-4 in float32 (1e-3 on CUDA), 0.08 with 16 bits, 0.3 quantised; off: no check.",
     )
     parity_freq: int = setting(
         50, "Repeat this check with one token of each prompt every so many pushes; 0 means never.", ge=0

@@ -33,6 +33,7 @@ MAX_PROMPT, MAX_NEW, MAX_PREFIXES = 16, 8, 8  # tokens of a prompt, of its respo
 # attention may compute in TF32. In bfloat16 a model of 135M parameters has 0.02 to 0.035. gpt-oss has 0.02 with right
 # kernels, and 0.08 to 0.14 without its sinks (github.com/radixark/miles issue 1500).
 FLOAT32_LIMITS, LIMIT_OF_16_BITS = {"cpu": 1e-4, "cuda": 1e-3}, 0.08
+LIMIT_QUANTIZED = 0.3  # of a rollout with 8 bits, whose difference to the trainer is no mistake
 LogProbs = Sequence[Sequence[float]]  # of each prompt's sampled tokens
 
 
@@ -110,6 +111,8 @@ class ParityGate:
         limit = self._config.trainer.parity_limit
         if isinstance(limit, float):
             return limit
+        if self._config.actor_rollout_ref.rollout.quantization is not None:
+            return LIMIT_QUANTIZED
         in_float32 = {self._trained_dtype(found), found.dtype} == {torch.float32}
         return FLOAT32_LIMITS[found.device] if in_float32 else LIMIT_OF_16_BITS
 
