@@ -168,7 +168,7 @@ def test_a_call_past_its_deadline_is_a_failure_and_its_stack_is_inspected_at_onc
             "adder-1 at step 0: adder.doze() did not answer within 2 s; still waiting for rank 1",
         )
         assert re.match(
-            r"adder-1: adder.doze is past its deadline: it is at .*sample_workers.py:\d+ in doze; stacks: ",
+            r"adder-1: it blocks the job: it alone has not answered, and it is at .*sample_workers.py:\d+ in doze",
             seen["warnings"][0],
         )
         with open(seen["warnings"][0].partition("stacks: ")[2]) as f:

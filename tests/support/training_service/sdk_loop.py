@@ -61,7 +61,7 @@ def main(url, base_model):
     else:
         raise AssertionError("stable_reinforce was not refused")
     assert model.get_info().lora_rank == 8 and model.get_tokenizer().vocab_size > 0
-    print(f"done: {losses[0]:.2f} {losses[-1]:.2f}")
+    print("done:", *losses)
 
 
 if __name__ == "__main__":
