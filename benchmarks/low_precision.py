@@ -1,7 +1,7 @@
 """Learning with quantised weights in the rollout: float32, fp8 without and with importance weights, and int4.
 
-    make train && python benchmarks/low_precision.py                     prints the table of docs/figures.md
-    python benchmarks/low_precision.py --steps 60 --runs float32 fp8     some of its rows
+    make train && python -m benchmarks.low_precision                     prints a row for each
+    python -m benchmarks.low_precision --steps 60 --runs float32 fp8     some of them
 
 GRPO of the quick start, the same seed and prompts in every run, with the `hf` rollout, which computes with the numbers
 of the quantised weights. The importance weights are token-level, at most 2 (`decoupled_token_is`). Rewards are means of
