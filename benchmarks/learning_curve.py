@@ -10,7 +10,7 @@ from examples.megatron.compare import moving_average
 from hybridrl.trainer.run.report import merge_steps, series
 from hybridrl.trainer.run.tracking import METRICS_FILE, read_metrics
 
-VALIDATION = "reward/mean@1"  # after val-core/ and the name of the data
+VALIDATION = "reward/mean@"  # after val-core/ and the name of the data, before the samples of each prompt
 PANELS = {  # title and unit -> metric and label of each curve
     ("Reward and validation", "reward"): (
         ("critic/score/mean", "training reward"),
@@ -48,7 +48,7 @@ def draw(history: list[dict], out: Path) -> None:
 def validation_metric(history: list[dict]) -> str:
     """Return the name of the run's validation reward, the first one if there are several data sources."""
     names = {name for entry in history for name in entry if name.startswith("val-core/")}
-    return min((name for name in names if name.endswith(VALIDATION)), default=VALIDATION)
+    return min((name for name in names if VALIDATION in name), default=VALIDATION)
 
 
 def main() -> None:

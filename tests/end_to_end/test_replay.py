@@ -104,7 +104,7 @@ def test_what_cannot_be_repeated_is_refused_with_a_reason(one_rank, capsys):
 
 
 def test_a_step_that_a_check_refuses_is_kept_and_one_over_the_limit_is_not(tmp_path, tiny_qwen2, caplog):
-    stop = {"trainer__nonfinite": "stop", "trainer__total_training_steps": 8}
+    stop = {"trainer__record_steps": "[refused]", "trainer__nonfinite": "stop", "trainer__total_training_steps": 8}
     for name, limit in (("kept", 1), ("full", 0)):
         arguments = settings(tmp_path, tiny_qwen2, **spoilt(tmp_path / name, trainer__record_max_gb=limit, **stop))
         arguments += [f"trainer.default_local_dir={tmp_path / name / 'run'}"]

@@ -78,7 +78,7 @@ def test_the_script_trains_a_gguf_file_and_draws_the_run(tmp_path, environment):
     short = ("data.val_max_samples=4", "data.max_prompt_length=200", "data.max_response_length=8")
     out = script("smollm", tmp_path, *short, "trainer.total_training_steps=1", environment=environment)
     assert f"{environment['MODEL']}: converting it to float32 in {environment['HF_HOME']}" in out
-    assert "validation  word_problems  reward mean@1" in out
+    assert "validation  word_problems  reward mean@2" in out
     assert (tmp_path / "learning_curve.png").stat().st_size > 10_000
 
 

@@ -38,11 +38,6 @@ def engine_problems(config: PPOConfig) -> Problems:
         size = config.trainer.nnodes * config.trainer.n_gpus_per_node
         models = {config.actor_rollout_ref.model.path, config.critic.model.path, config.reward_model.model.path}
         yield from sequence_parallel_problems(actor.fsdp_config, world_size=size, models=models, key=f"{key}.{used}")
-        if sequence_parts(actor) > 1 and actor.router_replay.mode != "disabled":
-            yield (
-                f"{MODE}={actor.router_replay.mode}: experts are replayed for whole rows only; set {key}.{used}."
-                "ulysses_sequence_parallel_size=1"
-            )
     try:
         settings = engine_settings(actor)
     except ConfigError as error:

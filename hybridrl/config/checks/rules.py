@@ -257,7 +257,7 @@ def record_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     if trainer.nonfinite == "rollback" and trainer.save_freq < 0:
         yield "trainer.nonfinite=rollback: there would be no checkpoint to roll back to; set trainer.save_freq"
     yield from _run_name_problems(trainer)
-    for kind in trainer.record_steps:
+    for kind in trainer.record_steps or ():
         if kind not in RECORDED_KINDS and not (kind.isdecimal() and int(kind)):
             yield f"trainer.record_steps={kind}: must be the number of a step, or one of {', '.join(RECORDED_KINDS)}"
     path, mode = trainer.resume_from_path, trainer.resume_mode

@@ -134,10 +134,10 @@ class TrainerConfig:
         "trainer.lag. 0: none, the run ends.",
         ge=0,
     )
-    record_steps: list[str] = setting(
-        ["nonfinite", "spike", "refused"],
+    record_steps: list[str] | None = setting(
+        None,
         "Steps that are kept in recorded/ for `hybridrl replay`: numbers, first, last, nonfinite (a NaN, or a skipped "
-        "update), spike (of the mean score), refused (a check ended the run).",
+        "update), spike (of the mean score), refused (a check ended the run); null: the last three, with backend=ray.",
     )
     record_max_gb: float = setting(
         20.0, "Limit of recorded/ in GB; a step that would exceed it is not kept, and that is logged.", ge=0
@@ -168,3 +168,10 @@ class TrainerConfig:
         "the tokens. null: with jsonl in trainer.logger a few samples of each step, in the run's directory.",
     )
     validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")
+
+    @property
+    def recorded_kinds(self) -> tuple[str, ...]:
+        """The kinds and numbers of the steps that are kept for `hybridrl replay`."""
+        if self.record_steps is not None:
+            return tuple(self.record_steps)
+        return ("nonfinite", "spike", "refused") if self.backend == "ray" else ()

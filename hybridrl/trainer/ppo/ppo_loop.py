@@ -160,7 +160,7 @@ class PPOLoop(Trainer):
         self.reward_guard = NoRewardGuard()
         self.no_signal = NoSignalWarning()
         self.remote_evaluator: RemoteEvaluator | None = None
-        self.recorder = step_record.StepRecorder(self) if config.trainer.record_steps else None
+        self.recorder = step_record.StepRecorder(self) if config.trainer.recorded_kinds else None
         self._calls: dict[str, SubmittedCall] = {}  # pool -> the newest one
 
     # ---- workers

@@ -56,7 +56,7 @@ class StepRecorder:
 
     def __init__(self, trainer: Any):
         self._trainer, settings = trainer, trainer.config.trainer
-        self._kinds, self._limit = frozenset(settings.record_steps), settings.record_max_gb * 1e9
+        self._kinds, self._limit = frozenset(settings.recorded_kinds), settings.record_max_gb * 1e9
         self._store = record_store(trainer.store.root)
         self._is_local = settings.backend == "local"
         self._scores: deque[float] = deque(maxlen=NUM_SCORES)
