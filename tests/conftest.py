@@ -93,7 +93,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Every test draws the same numbers, whatever ran before it in this process."""
+    """Every test draws the same numbers, with one thread, whatever ran before it in this process."""
+    torch.set_num_threads(1)  # a run in this process has chosen its own number
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
