@@ -38,6 +38,7 @@ LONG_FILES = (
     "workers/engine/megatron/test_architecture.py",
     "single_controller/test_ray_worker_group.py",
     "end_to_end/test_dynamic_sampling.py",
+    "workers/engine/test_fsdp.py",
     "workers/engine/megatron/test_engine.py",
     "master/service/test_job_master.py",
     "conformance/test_di_engine_document.py",
