@@ -1,4 +1,6 @@
-"""All figures of one GPU, within a time limit: tests, GRPO of a real model, engine, kernel paths. Writes docs/gpu.md.
+"""Measure all figures of one GPU within a time limit, and write docs/gpu.md.
+
+They are tests, GRPO of a real model, engine, and kernel paths.
 
     python benchmarks/gpu.py MODEL [--limit_s 1620] [--out outputs/gpu] [--steps 20] [--device cuda]
 
@@ -132,7 +134,10 @@ def run(name: str, words: Sequence[str], *, limit_s: float, log: Path, device: s
 
 
 def run_table(options: argparse.Namespace, results: Sequence[Result]) -> list[str]:
-    """Return a table of the GRPO runs: medians over their steps without the first, in which kernels are compiled."""
+    """Return a table of the GRPO runs, with medians over their steps.
+
+    The first step is left out: kernels are compiled in it.
+    """
     lines = ["| run | steps | reward, first and last | " + " | ".join((*SHOWN, *MFU)) + " |"]
     lines.append("|---" * (3 + len(SHOWN) + len(MFU)) + "|")
     for result in results:

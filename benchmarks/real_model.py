@@ -30,7 +30,8 @@ import hybridrl  # noqa: F401 - before torch: how its idle threads wait, for bot
 
 import torch  # isort: skip
 
-from hybridrl.config.schema.workers import FSDPConfig, OptimConfig, RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineSetup, MicroBatching
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine

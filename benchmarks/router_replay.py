@@ -1,4 +1,6 @@
-"""What a replay of experts changes: a bfloat16 rollout and a float32 trainer of a mixture with near-tied routers.
+"""Measure what a replay of experts changes.
+
+A bfloat16 rollout and a float32 trainer have a mixture of experts with near-tied routers.
 
 Small router weights make near ties, as in a trained model with hundreds of experts. The `hf` rollout generates in
 bfloat16 and records its routes; the FSDP engine computes log-probs of the same tokens in float32, as it does for
@@ -18,7 +20,8 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.config.schema.workers import FSDPConfig, RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.config.schema.workers import FSDPConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import ROUTED_EXPERTS, EngineSetup, MicroBatching
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine

@@ -1,4 +1,6 @@
-"""What shared prefixes save of the vision tower: patches and seconds of an update, for n responses to each prompt.
+"""Measure what shared prefixes save of the vision tower.
+
+That is patches and seconds of an update, for n responses to each prompt.
 
     python -m benchmarks.shared_images
 

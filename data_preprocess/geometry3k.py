@@ -34,7 +34,10 @@ def to_row(raw: RawRow, *, split: str, index: int) -> dict:
 
 
 def encoded(image: Any, location: str) -> bytes:
-    """Return an image as the bytes of a file: one of Pillow as PNG, that of a path as it is."""
+    """Return an image as the bytes of a file.
+
+    An image of Pillow becomes a PNG; a file is returned as it is.
+    """
     if isinstance(image, str):
         try:
             return (Path(location.rpartition(" line ")[0]).parent / image).read_bytes()

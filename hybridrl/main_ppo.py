@@ -265,8 +265,9 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
 
     An actor with adapters is its own reference policy.
     """
+    scores: WorkerClasses = {Role.RewardModel: hybridrl.RewardModelWorker} if config.reward_model.enable else {}
     if config.only_generates:
-        return {Role.Rollout: hybridrl.ActorRolloutRefWorker} | _reward_model(config)
+        return {Role.Rollout: hybridrl.ActorRolloutRefWorker} | scores
     separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
     trains = Role.ActorRollout if config.trainer.hybrid_rollout or not separated else Role.Actor
     workers: WorkerClasses = dict.fromkeys(
@@ -278,14 +279,10 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
         workers[Role.RefPolicy] = hybridrl.ActorRolloutRefWorker
     if config.distillation.enabled:
         workers[Role.TeacherModel] = hybridrl.ActorRolloutRefWorker
-    workers |= _reward_model(config)
+    workers |= scores
     if config.trainer.eval_n_gpus:
         workers[Role.Evaluator] = hybridrl.ActorRolloutRefWorker
     return workers
-
-
-def _reward_model(config: PPOConfig) -> WorkerClasses:
-    return {Role.RewardModel: hybridrl.RewardModelWorker} if config.reward_model.enable else {}
 
 
 def resource_pools(config: PPOConfig, workers: WorkerClasses) -> ResourcePoolManager:

@@ -8,7 +8,7 @@ import torch
 
 from examples.openrlhf_ppo import common, remote_call
 from hybridrl.algos import agg_loss, get_policy_loss
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.sdk import rpc
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker

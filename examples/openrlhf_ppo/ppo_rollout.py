@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from examples.openrlhf_ppo import common, remote_call
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.sdk import rpc
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from examples.openrlhf_ppo import remote_call
 from examples.openrlhf_ppo.utils.experience_maker import ExperienceMaker
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.errors import WorkerLost
 from hybridrl.master.jobs.job_handle import JobHandle
 from hybridrl.trainer.checkpoint.reading import verify_manifest

@@ -1,4 +1,4 @@
-"""Word problems for SmolLM2, as a person would ask them: the quick start's of one calculation, and how to answer.
+"""Make word problems of one calculation for SmolLM2, in the words of a person.
 
     python -m examples.smollm.make_data --local_dir data/smollm --seed 1
 

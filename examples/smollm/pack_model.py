@@ -1,4 +1,6 @@
-"""Pack a model's weights to about 3.7 bits each, for a machine that gets 64 MiB; and unpack it there.
+"""Pack a model's weights to about 3.7 bits each, and unpack them.
+
+The packed model fits into 64 MiB, for a machine that gets no more.
 
     python -m examples.smollm.pack_model pack MODEL FILE        float weights -> FILE
     python -m examples.smollm.pack_model unpack FILE MODEL      FILE -> a Hugging Face directory, in bfloat16

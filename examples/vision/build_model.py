@@ -50,7 +50,10 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
 
 
 def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int) -> Any:
-    """Return the config of a tiny model: heads of 16 numbers, a tower of two blocks, images of few tokens."""
+    """Return the config of a tiny model that reads images.
+
+    It has heads of 16 numbers, a tower of two blocks, and images of few tokens.
+    """
     heads = hidden // 16
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),

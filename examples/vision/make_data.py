@@ -1,4 +1,6 @@
-"""Draw pictures of shapes and ask for their colour, kind or number: the answer is only in the picture.
+"""Draw pictures of shapes, and ask for their colour, kind or number.
+
+The answer is only in the picture.
 
     python -m examples.vision.make_data --out DIRECTORY
 
@@ -25,7 +27,10 @@ QUESTIONS = {"colour": "Which colour ?", "shape": "Which shape ?", "count": "How
 
 
 def draw(colour: str, shape: str, number: int, drawn: random.Random) -> Image.Image:
-    """Return a picture of one to four equal shapes, each in a quarter of its own, or a large one alone."""
+    """Return a picture of one to four equal shapes.
+
+    Each is in a quarter of its own; one alone is large.
+    """
     picture = Image.new("RGB", (SIDE, SIDE), tuple(drawn.randint(0, 40) for _ in range(3)))
     quarters = drawn.sample([(0, 0), (1, 0), (0, 1), (1, 1)], number)
     for column, row in quarters:
@@ -89,7 +94,7 @@ def swapped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return 1 if the first word of the answer is the right one, else 0: the reward of the example."""
+    """Return 1 if the first word of the answer is right, else 0."""
     words = solution_str.split()
     return float(bool(words) and words[0] == ground_truth)
 

@@ -1,4 +1,6 @@
-"""`hybridrl replay RUN STEP`: a kept step of a run again, in one process on the CPU, and what differs.
+"""`hybridrl replay RUN STEP`: repeat a kept step in one process on the CPU.
+
+It prints what differs from the run.
 
 The columns and the state come from `RUN/recorded` (`trainer.record_steps`). The model and the data come from where the
 settings say; `key=value` changes a path.

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from hybridrl.config.schema.data import DataConfig
 from hybridrl.config.schema.generation import GenerationConfig
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.driver.terminal import show
 from hybridrl.evaluation.output_files import OutputParts

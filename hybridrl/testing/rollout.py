@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridrl.config.capabilities import SAMPLING
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.testing.conformance import Check, expect, refuses, run_checks

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.errors import CallTimeout, StaleWeightsError, WorkerLost
 from hybridrl.testing.conformance import Check, expect, refuses, run_checks
 from hybridrl.workers.weight_transfer.base import IncomingWeights, PushReceipt, Sender, SenderAddress

@@ -1,1 +1,4 @@
-"""Tinker's API on your own machines: clients have the loop, the service trains and samples. `service` has the verbs."""
+"""Tinker's API on your own machines.
+
+Clients have the loop; the service trains and samples. `service` has the verbs.
+"""

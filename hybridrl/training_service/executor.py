@@ -54,7 +54,10 @@ class JobExecutor:
         self._thread.join(STOP_TIMEOUT_S)
 
     def add(self, name: str, lane: Lane) -> None:
-        """Add a lane, unless there is one of this name. A new tenant starts with the least time that others used."""
+        """Add a lane, unless there is one of this name.
+
+        A new tenant starts with the least time that others used.
+        """
         with self.lock:
             active = {lane.tenant for lane in self._lanes.values()}
             least = min((self._used[tenant] for tenant in active), default=0.0)

@@ -1,4 +1,7 @@
-"""Start a training service in this process: the training worker, the store's lock, and the HTTP server if wanted."""
+"""Start a training service in this process.
+
+It is the training worker, the store's lock, and the HTTP server if wanted.
+"""
 
 import asyncio
 import contextlib

@@ -179,7 +179,9 @@ class TrainingService:
         return lane
 
     def submit(self, tenant: Tenant, kind: str, model_id: Any, *, seq_id: Any, body: bytes, num_tokens: int = 0) -> str:
-        """Take an operation of a model, and return the id of the request. A repeated one gets the same id.
+        """Take an operation of a model, and return the id of the request.
+
+        A repeated one gets the same id.
 
         Raises:
             Conflict: The number has another request.

@@ -172,7 +172,10 @@ def pass_message(request: Pass) -> bytes:
 
 
 def pass_of_json(body: Mapping[str, Any], *, forward_only: bool) -> bytes:
-    """Return the body of a pass that an SDK before 0.25 has sent as JSON, as later ones send it."""
+    """Return the body of a pass sent as JSON, in the newer form.
+
+    SDKs before 0.25 send it so.
+    """
     given = body["forward_input" if forward_only else "forward_backward_input"]
     data = []
     for number, datum in enumerate(given["data"]):

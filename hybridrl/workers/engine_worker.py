@@ -262,7 +262,9 @@ def has_nonfinite_loss(stats: dict[str, float]) -> bool:
 
 
 def _with_shared_ratio(total: dict[str, float], prefix: str) -> dict[str, float]:
-    """Replace the token counts of an engine that shares prefixes by the share of tokens that were not computed.
+    """Replace an engine's token counts by the share that it did not compute.
+
+    Engines that share prefixes have them.
 
     And those of an engine that replays routes by their metrics.
     """

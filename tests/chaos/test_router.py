@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool

@@ -1,4 +1,7 @@
-"""Runs with pictures, by the real program: from drawn shapes to an exported model; learning and Ray are slow."""
+"""Runs with pictures by the real program, up to an exported model.
+
+Learning and Ray are slow.
+"""
 
 import json
 import re

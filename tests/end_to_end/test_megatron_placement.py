@@ -6,7 +6,7 @@ To rollouts in every placement, over every transport.
 import pytest
 
 from hybridrl.config import PPOConfig, load_config
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup

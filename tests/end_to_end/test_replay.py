@@ -34,7 +34,10 @@ def losses_as_they_were():
 
 
 def spoilt(folder, **changes) -> dict:
-    """Return settings of a run of 2 prompts a step, in order: 12 and 13 are in step 7, 22 and 23 in step 12."""
+    """Return settings of a run of 2 prompts a step, in order.
+
+    12 and 13 are in step 7, 22 and 23 in step 12.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(REWARD)
     (folder / "loss.py").write_text(LOSS.replace("{name}", folder.name))
@@ -111,7 +114,10 @@ def test_a_step_that_a_check_refuses_is_kept_and_one_over_the_limit_is_not(tmp_p
         assert main_ppo.main(arguments) == 1
     assert CheckpointStore(str(tmp_path / "kept/run/recorded")).steps() == [7]
     assert not (tmp_path / "full/run/recorded").exists()
-    assert "step 7 is not kept (refused)" in caplog.text and "trainer.record_max_gb is 0" in caplog.text
+    assert (
+        "step 7 is not kept for hybridrl replay (refused)" in caplog.text
+        and "trainer.record_max_gb is 0" in caplog.text
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""PPO whose two processes share the tokens of every row takes the steps of one process, and exports its weights."""
+"""PPO whose two processes share the tokens of every row.
+
+It takes the steps of one process, and exports its weights.
+"""
 
 import pytest
 import torch

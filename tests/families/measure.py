@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from hybridrl.config.checks.megatron import model_problems
-from hybridrl.config.schema.workers import MegatronConfig, ModelConfig, OptimConfig, RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.config.schema.workers import MegatronConfig, ModelConfig, OptimConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.attention.layer_kinds import layer_kinds
@@ -219,7 +220,10 @@ def measure_export(path: str, engine: FSDPEngine, batch: DataProto, folder: Path
 
 
 def resumes_bit_for_bit(path: str, engine: FSDPEngine, batch: DataProto, folder: Path) -> bool:
-    """Save an engine, load it into another, train both for a step, and return whether all weights are equal."""
+    """Return whether an engine that was loaded trains as the saved one.
+
+    Both take a step; all weights must be equal.
+    """
     folder.mkdir()
     engine.save(str(folder))
     other = make_engine(path, optim=FAST)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.workers.rollout import RolloutSetup, make_rollout
 from hybridrl.workers.weight_transfer.buckets import OutgoingWeights
 from hybridrl.workers.weight_transfer.fingerprint import FLOAT32

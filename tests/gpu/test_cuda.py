@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import MicroBatching

@@ -8,7 +8,7 @@ import multiprocessing
 import pytest
 import torch
 
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.workers.weight_transfer import OutgoingWeights, Receivers, make_sender
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 

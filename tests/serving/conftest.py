@@ -11,7 +11,7 @@ from tests.support.serving.scripted_policy import PROMPT, RESPONSE
 @pytest.fixture(scope="module")
 def site(tiny_qwen2, tiny_tokenizer) -> Iterator:
     pytest.importorskip("openai", reason="the openai client is not installed; vLLM brings it")
-    from hybridrl.config.schema.workers import RolloutConfig
+    from hybridrl.config.schema.rollout import RolloutConfig
     from hybridrl.serving.openai import ServedModel
     from hybridrl.workers.rollout import RolloutSetup, make_rollout
     from hybridrl.workers.rollout.base import load_special_tokens

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.serving.continuation import generate_in_chunks, join_chunks
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout

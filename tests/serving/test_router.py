@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.serving.continuation import generate_in_chunks, join_chunks
 from hybridrl.serving.replicas import GroupReplicas
 from hybridrl.serving.router import ReplicaRouter

@@ -1,4 +1,7 @@
-"""The server as a program of its own: with the SDK as its client, and killed at random moments."""
+"""The server as a program of its own.
+
+The SDK is its client, and it is killed at random moments.
+"""
 
 import contextlib
 import os

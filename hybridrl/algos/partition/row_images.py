@@ -52,7 +52,9 @@ def image_hash(pixels: np.ndarray, grid: np.ndarray) -> int:
 def prefix_rows(
     input_ids_BL: torch.Tensor, is_real_BL: torch.Tensor, images: Sequence[RowImages | None] | None
 ) -> list[prefix_tree.Row]:
-    """Return what tells the prefixes of rows apart: their tokens, and the hash of an image for each of its tokens.
+    """Return what tells the prefixes of rows apart.
+
+    That is their tokens, with the hash of an image for each of its tokens.
 
     Two prompts with different images of one size have equal tokens, and must not share them.
     """

@@ -3,6 +3,11 @@
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
+# What a setting of micro-batches means.
+MICRO = "Rows of one micro-batch per process; null means as many as fit its token budget."
+DYNAMIC = "Cut micro-batches by token budget and ignore the number of rows."
+BUDGET = "Token budget of one micro-batch per process, a hard cap, used unless rows are set."
+
 
 @dataclass(frozen=True)
 class EngineSettings:

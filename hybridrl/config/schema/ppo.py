@@ -137,7 +137,10 @@ class PPOConfig:
 
     @property
     def only_generates(self) -> bool:
-        """Whether the job validates a model as it is, so that it needs no actor: no checkpoint, no adapters."""
+        """Whether the job only validates a model as it is, and needs no actor.
+
+        So there is no checkpoint to load, and there are no adapters.
+        """
         policy, trainer = self.actor_rollout_ref, self.trainer
-        separated = policy.rollout.n_gpus_per_node > 0
-        return trainer.val_only and trainer.resume_mode == "disable" and not policy.model.uses_lora and not separated
+        is_plain = not policy.model.uses_lora and policy.rollout.n_gpus_per_node == 0
+        return is_plain and trainer.val_only and trainer.resume_mode == "disable"

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from hybridrl.config.fields import MAX_SEED, section, setting
 from hybridrl.config.schema.data import FILES
+from hybridrl.config.schema.engine import DYNAMIC, MICRO
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.config.schema.workers import DYNAMIC, MICRO, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
+from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,5 @@ class TrainerConfig:
     @property
     def recorded_kinds(self) -> tuple[str, ...]:
         """The kinds and numbers of the steps that are kept for `hybridrl replay`."""
-        if self.record_steps is not None:
-            return tuple(self.record_steps)
-        return ("nonfinite", "spike", "refused") if self.backend == "ray" else ()
+        own = ("nonfinite", "spike", "refused") if self.backend == "ray" else ()
+        return own if self.record_steps is None else tuple(self.record_steps)

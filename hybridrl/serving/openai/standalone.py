@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl import single_controller
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai.parameters import ServedModel
 from hybridrl.serving.openai.server import Endpoint

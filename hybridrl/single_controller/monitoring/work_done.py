@@ -4,8 +4,6 @@ Rollouts and engines report, in the process that works. `framework/status.py` as
 the job's master, which has it from the workers' heartbeats.
 """
 
-from collections.abc import Sequence
-
 from hybridrl.single_controller.monitoring.process import PROCESS, WorkDone, ask_master
 
 TIMEOUT_S = 2.0  # of the master's answer; without one the line has no numbers
@@ -22,15 +20,12 @@ def forget_work() -> None:
 
 
 def ask_work() -> WorkDone | None:
-    """Return what this process and the workers of its job have done, summed; None if none of them counts.
+    """Return what this process and the workers of its job have done, summed.
 
-    The ranks of one engine count the same tokens: the share is right, the numbers are theirs together.
+    None if none of them counts. Processes that count another unit than the first are left out. The ranks of one engine
+    count the same tokens: the share is right, the numbers are theirs together.
     """
     of_workers = ask_master("work_done", timeout_s=TIMEOUT_S) or []
-    return _sum([WorkDone(*work) for work in [PROCESS.work, *of_workers] if work is not None])
-
-
-def _sum(found: Sequence[WorkDone]) -> WorkDone | None:
-    """Return the sum over the processes that count the same unit as the first."""
+    found = [WorkDone(*work) for work in [PROCESS.work, *of_workers] if work is not None]
     same = [one for one in found if one.unit == found[0].unit]
     return WorkDone(sum(w.done for w in same), sum(w.total for w in same), same[0].unit) if same else None

@@ -63,7 +63,9 @@ class ImageProcessor:
         return sum(number // self._merged for number in counted)
 
     def __call__(self, tokens: np.ndarray, images: Sequence["Image.Image"]) -> tuple[np.ndarray, RowImages]:
-        """Return the tokens of a row with those of its images in place of their placeholders, and what the model reads.
+        """Return the tokens of a row with its images, and what the model reads.
+
+        The tokens of an image stand in place of its placeholder.
 
         Args:
             tokens: Of the chat template, with one placeholder per image.

@@ -117,7 +117,10 @@ class ParquetRows:
         return None
 
     def reject_images(self) -> None:
-        """Raise DataError if a row has an image, in verl's or TRL's column: for programs that read text only."""
+        """Raise DataError if a row has an image, for programs that read text only.
+
+        The column may be verl's or TRL's.
+        """
         for column in ("images", "image"):
             if (row := self.first_filled(column)) is not None:
                 raise DataError(

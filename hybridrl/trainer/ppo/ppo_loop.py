@@ -311,7 +311,7 @@ class PPOLoop(Trainer):
         return (self.recorder,)
 
     def save_checkpoint(self, ctx: OnlineRLContext) -> None:
-        """Keep the step for `hybridrl replay` if there is a reason to, and commit a checkpoint if one is due."""
+        """Keep the step for `hybridrl replay` and commit a checkpoint, each if due."""
         if self.recorder is not None:
             self.recorder.end_step(ctx)
         super().save_checkpoint(ctx)

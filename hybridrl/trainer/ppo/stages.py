@@ -43,8 +43,8 @@ def uses_critic(config: PPOConfig) -> bool:
 
 def uses_reference(config: PPOConfig) -> bool:
     """Return whether the KL to a reference policy is in the loss or in the reward."""
-    in_use = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    return in_use and not config.only_generates
+    uses_kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return uses_kl and not config.only_generates
 
 
 def scores_reference_with_actor(settings: StepSettings) -> bool:

@@ -16,7 +16,10 @@ def compare_columns(found: Mapping[str, Any], kept: Mapping[str, Any]) -> list[s
 
 
 def column_difference(found: Any, kept: Any) -> str:
-    """Return how two columns differ; an empty text if they have the same bits. NaNs are equal to each other."""
+    """Return how two columns differ; empty if they have the same bits.
+
+    NaNs are equal to each other.
+    """
     if found is None:
         return "the repeated stage did not write it"
     if isinstance(kept, np.ndarray):
@@ -52,7 +55,10 @@ def nan_lines(columns: Mapping[str, Any]) -> list[str]:
 
 
 def compare_metrics(found: Mapping[str, float], kept: Mapping[str, float]) -> list[str]:
-    """Return a line that counts the equal metrics of both, and one for each other. Times are left out."""
+    """Return a line that counts the equal metrics, and one for each other.
+
+    Times are left out.
+    """
     names = [
         name for name in kept if name in found and not (name.startswith(("timing", "perf/")) or name.endswith("time_s"))
     ]

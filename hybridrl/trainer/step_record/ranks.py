@@ -83,7 +83,10 @@ def _shared_output(done: OutputRefs, number: int) -> OutputRefs:
 
 
 def _joined(arguments: Sequence[Arguments]) -> Arguments:
-    """Return the arguments of an update with the rows of all ranks; the column `RANK` says whose a row is."""
+    """Return the arguments of an update with the rows of all ranks.
+
+    The column `RANK` says whose a row is.
+    """
     shards = []
     for rank, ((shard, *_), _) in enumerate(arguments):
         rows = shard.select()

@@ -71,7 +71,10 @@ class StepRecorder:
     # ---- during a step
 
     def __call__(self, fn: StageFn) -> StageFn:
-        """Return `fn`, after which the batch is held, and which keeps the step if a check refuses to go on."""
+        """Return `fn` as a stage after which the batch is held.
+
+        It keeps the step if a check refuses to go on.
+        """
         name = spec_of(fn).name
 
         @functools.wraps(fn)
@@ -141,13 +144,13 @@ class StepRecorder:
         reason = self._obstacle()
         if reason is None:
             try:
-                path = self._store.commit(step, functools.partial(self._write, ctx, why))
-                run = self._trainer.store.root
-                logger.info("kept step %d in %s (%s); hybridrl replay %s %d", step, path, ", ".join(why), run, step)
+                self._store.commit(step, functools.partial(self._write, ctx, why))
+                words = (step, ", ".join(why), self._trainer.store.root, step)
+                logger.info("kept step %d (%s): hybridrl replay %s %d", *words)
                 return
             except (CheckpointError, DataError, NonFiniteError) as error:
                 reason = str(error)
-        logger.warning("step %d is not kept (%s), although trainer.record_steps has it: %s", step, why[0], reason)
+        logger.warning("step %d is not kept for hybridrl replay (%s): %s", step, why[0], reason)
 
     def _obstacle(self) -> str | None:
         if self._before is None:
@@ -211,7 +214,10 @@ class StepRecorder:
 
 @contextlib.contextmanager
 def _on_refusal(keep: Callable[[], None]) -> Iterator[None]:
-    """Call `keep` if a check of this library raises in the block. After a loss the step runs again."""
+    """Call `keep` if a check of this library raises in the block.
+
+    After a lost process nothing is kept, because the step runs again.
+    """
     try:
         yield
     except LOSSES:

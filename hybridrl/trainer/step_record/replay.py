@@ -1,4 +1,6 @@
-"""Repeat a kept step in one process: each stage gets the columns that it had in the run, and is compared.
+"""Repeat a kept step in one process, and compare every stage.
+
+Each stage gets the columns that it had in the run.
 
     replay = StepReplay(record, config, only=None, stop_at=None)
     replay.prepare(trainer)       engines, random numbers and the driver's state as before the step
@@ -61,7 +63,10 @@ class StepReplay:
         return int(self.record.state["global_steps"])
 
     def prepare(self, trainer: Any) -> None:
-        """Set a trainer whose workers run to the state before the step, and let its groups repeat the run's ranks."""
+        """Set a running trainer to the state before the step.
+
+        Its groups repeat the run's ranks from then on.
+        """
         trainer.global_steps = trainer.ledger.step = self.step - 1
         for role, group in trainer.trained_groups().items():
             group.load_checkpoint(trainer.engine_directory(os.path.join(self.record.path, BEFORE), role))
@@ -116,7 +121,10 @@ class StepReplay:
         return repeated
 
     def _skipped(self, name: str) -> str | None:
-        """Return why a stage is not repeated; an empty reason is not worth a line, and None repeats it."""
+        """Return why a stage is not repeated; None repeats it.
+
+        An empty reason is not worth a line.
+        """
         if name in NO_USE or (self._only is not None and name != self._only and (name, self._only) != GENERATION[:2]):
             return ""
         if name not in self._kept:

@@ -1,4 +1,6 @@
-"""Several models behind one engine: each has a slot with its trained tensors, and one slot at a time is in the engine.
+"""Several models behind one engine, each with a slot for its trained tensors.
+
+One slot at a time is in the engine.
 
 The training worker owns the table. A slot has adapters (or, without LoRA, all weights), Adam's state and gradients. The
 engine's adapters have the highest rank that the server allows and every kind of layer. A slot of a lower rank has zeros
@@ -100,7 +102,10 @@ class SlotTable:
             raise ConfigError("train_attn, train_mlp and train_unembed are all false: nothing would be trained")
 
     def _new_adapters(self, adapter: TrainedLayers) -> Tensors:
-        """Return A as a model with adapters of this rank alone would draw it, and B = 0, both padded with zeros."""
+        """Return A and B of new adapters, padded with zeros.
+
+        A is drawn as a model with adapters of this rank alone would draw it; B is 0.
+        """
         tensors = {name: torch.zeros_like(tensor) for name, tensor in self._initial.items()}
         generator, head = torch.Generator().manual_seed(adapter.seed), self._model.get_output_embeddings()
         for layer, module in self._layers():

@@ -39,7 +39,10 @@ class Loss:
 
 
 def cross_entropy(log_probs_bTK: torch.Tensor, columns: Columns, _: Mapping[str, float]) -> torch.Tensor:
-    """Return -w log p. Weights have any sign: with -dL/dp as weights it carries the gradient of any loss L."""
+    """Return -w log p, for weights of any sign.
+
+    With -dL/dp as weights it carries the gradient of any loss L.
+    """
     return -log_probs_bTK * columns["weights"]
 
 
@@ -68,7 +71,10 @@ def dro(log_probs_bTK: torch.Tensor, columns: Columns, config: Mapping[str, floa
 
 
 def gspo(log_probs_bTK: torch.Tensor, columns: Columns, config: Mapping[str, float]) -> torch.Tensor:
-    """Return ppo with r_t = sg(s) p_t / sg(p_t); log s is the mean of log p - log q over `sequence_ratio_mask`."""
+    """Return ppo with r_t = sg(s) p_t / sg(p_t).
+
+    log s is the mean of log p - log q over `sequence_ratio_mask`.
+    """
     mask = columns["sequence_ratio_mask"]
     gap = (log_probs_bTK - columns["logprobs"]).detach()
     mean = torch.where(mask != 0, gap, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -114,7 +120,10 @@ def checked_config(request: Pass) -> dict[str, float]:
 
 
 def check_data(request: Pass, *, vocabulary: int, max_length: int) -> None:
-    """Raise DataError if a datum cannot be trained on: shape, length, token ids, or numbers that are not finite."""
+    """Raise DataError if a datum cannot be trained on.
+
+    Its shape, its length, token ids or numbers that are not finite may be why.
+    """
     if not request.data:
         raise DataError("data is empty; send at least one datum")
     for number, datum in enumerate(request.data):

@@ -1,4 +1,4 @@
-"""Turn the data of a pass into rows for an engine, and an engine's outputs back into arrays per datum.
+"""Turn the data of a pass into rows for an engine, and outputs into arrays.
 
 The training worker calls it. A datum of N tokens becomes a row of N + 1: an engine computes the log-prob of a response
 token from the state before it, and here every token has targets. The last token is a filler that nothing reads.
@@ -73,6 +73,9 @@ def arrays_of(log_probs_BTK: torch.Tensor, data: Sequence[Datum]) -> list[np.nda
 
 
 def metrics_of(losses: Mapping[int, float], data: Sequence[Datum]) -> dict[str, float]:
-    """Return the metrics of a pass. The sum runs in the order of the data, whatever the micro-batches were."""
+    """Return the metrics of a pass.
+
+    The sum runs in the order of the data, whatever the micro-batches were.
+    """
     num_tokens = sum(len(datum.tokens) for datum in data)
     return {"loss:sum": sum(losses[row] for row in range(len(data))), "num_tokens:sum": float(num_tokens)}

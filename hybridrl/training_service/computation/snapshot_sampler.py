@@ -1,4 +1,6 @@
-"""Sample from any of several versions of a model, and from the base model, with one copy of its weights.
+"""Sample from several versions of a model with one copy of its weights.
+
+The base model is one of them.
 
 The training worker owns it, beside the engine. The copy is an `hf` rollout with adapters that are not merged, so that
 another version costs only the copy of its adapters. Without LoRA all weights are copied. Each version has a request
@@ -30,7 +32,10 @@ Version = tuple[TrainedLayers, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probs (N-1,) of the tokens after the first, those of k most likely ones (N-1,k), and of given ones."""
+    """Log-probs of a prompt's tokens after the first.
+
+    (N-1,) those of the tokens, (N-1,k) those of the k most likely ones, and those of given ones.
+    """
 
     log_probs: np.ndarray
     top: tuple[np.ndarray, np.ndarray] | None
@@ -113,7 +118,10 @@ class SnapshotSampler:
         self._use(BASE)
 
     def put(self, name: str, version: Version) -> None:
-        """Keep a version in memory, in place of an earlier one of this name. It is on the disk, too."""
+        """Keep a version in memory, in place of an earlier one of this name.
+
+        It is on the disk, too.
+        """
         self._versions[name] = version
         self._active = None if self._active == name else self._active
         if len(self._versions) > MAX_VERSIONS:

@@ -1,4 +1,6 @@
-"""A directory with a model's trained tensors. It appears by a rename, with the hash of what it contains.
+"""A directory with a model's trained tensors.
+
+It appears by a rename, with the hash of what it contains.
 
     model.json             what is trained, number of updates, base model, and the hash of the tensors
     tensors.safetensors    adapters or weights by name, and Adam's state if it was saved, too

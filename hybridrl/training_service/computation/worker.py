@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.config.schema.workers import FSDPConfig, OptimConfig, RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.errors import ConfigError, NonFiniteError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register

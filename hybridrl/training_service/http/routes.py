@@ -99,7 +99,10 @@ class TrainingEndpoint:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let a request in that has a tenant's key and is not of a web page of another origin."""
+        """Let a request in if it has a tenant's key.
+
+        One from a web page of another origin is refused.
+        """
         end = self._connections.begin(request)
         try:
             if (reason := refusal(request.headers, listens_on=self.host)) is not None:

@@ -1,4 +1,6 @@
-"""The operations of one model: in which order they run, that each runs once, and what survives a killed server.
+"""The operations of one model: their order, and that each runs once.
+
+What was stored survives a killed server.
 
     operations/N.request    kind and body, written before the client gets an answer
     operations/N.result     the answer, written after the operation has run
@@ -46,7 +48,9 @@ class StoredAnswer:
 
 
 def failure(error: Exception) -> StoredAnswer:
-    """Return the answer of an operation that raised an error. One that is not the client's mistake is logged.
+    """Return the answer of an operation that raised an error.
+
+    One that is not the client's mistake is logged.
 
     Its status is 200: the SDK would repeat a request for an answer with status 5xx for ever.
     """

@@ -59,7 +59,10 @@ class TrainedModel:
 
 @dataclass
 class Sampler:
-    """A sampling session: weights that do not change, the base model, or the newest ones of a model (`inflight_of`)."""
+    """A sampling session, which names the weights that it samples.
+
+    They are weights that do not change, the base model, or the newest ones of a model (`inflight_of`).
+    """
 
     id: str
     session_id: str

@@ -1,4 +1,6 @@
-"""The sessions of a service, with their models and sampling sessions, by tenant; and reading them after a start.
+"""The sessions of a service by tenant, with models and sampling sessions.
+
+They are read again after a start.
 
 The service calls it with the executor's lock held. A tenant finds what is its own, and nothing else.
 """

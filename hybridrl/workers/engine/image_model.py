@@ -23,7 +23,9 @@ TEXT_ONLY = ("spans", "tree")
 
 @dataclass(frozen=True)
 class BlankImage:
-    """The smallest image: one token. A micro-batch has one, so that all ranks compute the tower at the same time.
+    """The smallest image, of one token.
+
+    Every micro-batch has one, so that all ranks compute the tower at the same time.
 
     Attributes:
         token_id: Of an image's tokens.

@@ -19,7 +19,7 @@ import torch
 from hybridrl.algos.partition.row_images import RowImages, images_of
 from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES
 from hybridrl.config.capabilities import RolloutCapabilities as RolloutCapabilities
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError, model_errors
 from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry

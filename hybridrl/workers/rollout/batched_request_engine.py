@@ -41,7 +41,10 @@ class _OpenRequest:
         return TokenOutput(name, self.tokens, self.log_probs, reason, self.version, routes=self.routes)
 
     def add_routes(self, routes: np.ndarray) -> None:
-        """Append a chunk's routes; those of its prompt are known from the chunks in which its tokens were sampled."""
+        """Append a chunk's routes.
+
+        Those of its prompt are known from the chunks in which its tokens were sampled.
+        """
         known = routes[:0] if self.routes is None else self.routes
         end = len(self.request.prompt_ids) + len(self.tokens) - 1
         self.routes = np.concatenate([known, routes[len(known) : end]])

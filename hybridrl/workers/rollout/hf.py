@@ -24,7 +24,7 @@ import torch
 from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.introspection import value_text
-from hybridrl.config.schema.workers import QUANTIZATION, RolloutConfig
+from hybridrl.config.schema.rollout import QUANTIZATION, RolloutConfig
 from hybridrl.errors import ConfigError, model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
@@ -288,7 +288,10 @@ class _DecodeBatch:
         return kept
 
     def next_column(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention mask (S, width + 1) and position ids (S, 1) or (4, S, 1) of the next token."""
+        """Return attention mask and positions of the next token.
+
+        They are (S, width + 1), and (S, 1) or (4, S, 1).
+        """
         self.width += 1
         positions = self.lengths[:, None]
         if self.offsets is not None:
@@ -313,7 +316,10 @@ def places_after_drop(finished: torch.Tensor) -> torch.Tensor:
 
 
 def _select_rows(layer: Any, rows: torch.Tensor) -> None:
-    """Make row i of a cache layer that of row rows[i]. Layers with recurrent states have another name for it."""
+    """Make row i of a cache layer that of row rows[i].
+
+    Layers with recurrent states have another name for it.
+    """
     select = layer.reorder_cache if hasattr(layer, "recurrent_states") else layer.batch_select_indices
     select(rows)
 

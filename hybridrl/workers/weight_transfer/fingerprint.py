@@ -171,7 +171,10 @@ def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def as_pushed(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor as it is pushed to a rollout of this dtype; a quantised one is left as it is."""
+    """Return a tensor as it is pushed to a rollout of this dtype.
+
+    A quantised one is left as it is.
+    """
     return tensor.detach() if tensor.dtype in QUANTIZED else tensor.detach().to(pushed_dtype(name, dtype))
 
 

@@ -1,4 +1,6 @@
-"""Weights in one byte per value, with a scale for each block: what a sender quantises and a rollout computes with.
+"""Weights in one byte per value, with a scale for each block.
+
+A sender quantises them, and a rollout computes with them.
 
 The sender quantises a push, so that every rollout gets the same bits, and fingerprints are those of these bits. A
 matrix W (N, K) becomes values q and float32 scales s, one for each block of 128 by 128, as in DeepSeek-V3
@@ -69,7 +71,9 @@ GRIDS = {
 
 
 def quantize_blocks(weight: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values (..., N, K) and the scales (..., ceil(N / 128), ceil(K / 128)) of finite matrices.
+    """Return the values and the scales of finite matrices.
+
+    They are (..., N, K) and (..., ceil(N / 128), ceil(K / 128)).
 
     Blocks at the right and lower edge have fewer values.
     """
@@ -136,7 +140,9 @@ class Dequantizer:
         self._names, self._dtype, self._total = names, dtype, 0
 
     def expect_full_push(self, weights: Iterable[NamedTensor], *, is_hashed: bool) -> WeightStream:
-        """Return the stream of a push, for `merge`; its bits are always hashed, because the engine will not hold them.
+        """Return the stream of a push, for `merge`.
+
+        Its bits are always hashed, because the engine will not hold them.
 
         Args:
             weights: All of the model's; those that are quantised have scales.

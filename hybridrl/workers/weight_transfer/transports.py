@@ -4,7 +4,7 @@ A transport of your own is a `Transport` class, given by its import path.
 """
 
 from hybridrl.config.capabilities import TransportCapabilities
-from hybridrl.config.schema.workers import TRANSPORTS_BY_PLACEMENT, WeightSyncConfig
+from hybridrl.config.schema.rollout import TRANSPORTS_BY_PLACEMENT, WeightSyncConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.registry import Registry
 from hybridrl.workers.weight_transfer.base import (

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.serving.openai import ServedModel
 from hybridrl.workers.rollout import RolloutSetup, make_rollout
 from hybridrl.workers.rollout.base import load_special_tokens

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, normalizers
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import RequestFailed
 from hybridrl.serving.openai import Endpoint, ServedModel, connections, server
 from hybridrl.serving.router import ReplicaRouter

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai import Endpoint, ServedModel, server
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout

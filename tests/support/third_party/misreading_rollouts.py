@@ -42,7 +42,10 @@ class MisreadingRollout(HFRollout):
 
 
 class SwappedExperts(MisreadingRollout):
-    """Reads the experts in reverse order. The fingerprint is a sum, so that of its own tensors is right."""
+    """Reads the experts in reverse order.
+
+    The fingerprint is a sum, so that of its own tensors is right.
+    """
 
     def damage(self, before: dict[str, torch.Tensor]) -> None:
         for _, tensor in self._named("experts."):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.workers.rollout import Rollout, RolloutSetup, SamplingParams
 
 PROMPTS = [list(range(1, 20)), list(range(30, 50))]

@@ -1,4 +1,6 @@
-"""One rank of the image tests on two processes: rank 1 has rows without images only. Not a test file.
+"""One rank of the image tests on two processes; not a test file.
+
+Rank 1 has rows without images only.
 
 python -m tests.support.workers.image_rank RANK NUM_RANKS MODEL FOLDER
 """

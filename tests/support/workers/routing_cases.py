@@ -1,4 +1,7 @@
-"""Tiny mixtures of experts, one for each rule of routing, and the same mixtures written by hand. Not a test file."""
+"""Tiny mixtures of experts, one for each rule of routing; not a test file.
+
+The same mixtures are written by hand beside them.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -88,7 +91,9 @@ def with_routes(batch: DataProto, column: np.ndarray) -> DataProto:
 
 
 class HandWritten:
-    """A model whose layers with experts compute all experts, and add them with weights that are worked out here.
+    """A model whose layers with experts compute all experts.
+
+    It adds them with weights that are worked out here.
 
     It has one row at a time, and `routes` (N, L, K) of its tokens; the routes of the last token are the model's own.
     """

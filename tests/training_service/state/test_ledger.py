@@ -89,7 +89,10 @@ def schedule(rng):
 
 
 def test_in_any_schedule_of_drops_doubles_and_kills_each_operation_takes_effect_once(fast_path):
-    """A dropped request is sent again later; a kill loses all memory, and replays what is behind the last state."""
+    """A dropped request is sent again later.
+
+    A kill loses all memory, and replays what is behind the last state.
+    """
     for number in range(NUM_SCHEDULES):
         rng = random.Random(number)
         directory = fast_path / str(number)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from tests.support.workers.engine_cases import WHOLE, make_engine

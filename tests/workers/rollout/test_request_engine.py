@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, batched_request_engine, make_rollout

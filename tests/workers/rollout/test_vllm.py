@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, VLLMRollout, fingerprint, make_rollout

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, NonFiniteError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import HFRollout, RolloutSetup, SamplingParams

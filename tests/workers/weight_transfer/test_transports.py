@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.errors import CallTimeout, CheckpointError, ConfigError, StaleWeightsError, WorkerLost
 from hybridrl.system.machine import shared_memory_id
 from hybridrl.workers.weight_transfer import OutgoingWeights, Receivers, disk, make_sender

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.trainer.ppo.policy.generator import Pending
 from hybridrl.trainer.ppo.policy.weight_sync import PendingPush, Probing, Turn, at_once, probe_of, verify_push
 from hybridrl.workers.weight_transfer.transports import transport_capabilities

@@ -151,7 +151,10 @@ class ParityGate:
 
 
 def make_parity_gate(config: PPOConfig, tokenizer: Any, actor: Any) -> ParityGate | None:
-    """Return the gate of a run; None if it is off, or the rollout returns no log-probs that could be compared."""
+    """Return the gate of a run, or None.
+
+    It is off, or the rollout returns no log-probs that could be compared.
+    """
     name = config.actor_rollout_ref.rollout.name
     if config.trainer.parity_limit == "off" or config.only_generates:
         return None
@@ -162,7 +165,10 @@ def make_parity_gate(config: PPOConfig, tokenizer: Any, actor: Any) -> ParityGat
 
 
 def _beginnings(prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return a prompt and its longest beginnings: as many tokens to compare as a whole check has, in one pass."""
+    """Return a prompt and its longest beginnings.
+
+    One pass then compares as many tokens as a whole check.
+    """
     return [prompt[:stop] for stop in range(max(1, len(prompt) - MAX_PREFIXES + 1), len(prompt) + 1)]
 
 

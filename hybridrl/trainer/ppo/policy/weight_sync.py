@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hybridrl.config.schema.workers import WeightSyncConfig
+from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.errors import StaleWeightsError
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.trainer.ppo.policy.generator import Pending
@@ -95,23 +95,25 @@ class InProcessWeightSync:
 
 
 class WeightsOfModel:
-    """No pushes: the rollout has read its weights from the model's directory."""
+    """No pushes: the rollout has read its weights from the model's directory.
+
+    A restarted process reads them itself.
+    """
 
     address: Any = None
     trainer_side: Any = None
+    resend = staticmethod(lambda ranks: None)
 
     def __init__(self, group: Any):
         self._group = group
 
     def push(self, version: int, turn: Turn = at_once, probing: "Probing | None" = None) -> Pending:
-        """Verify that every rollout process holds the model's weights, which are version 0. Nothing is probed."""
-        return turn(
-            version, lambda: PendingPush(self._group, self._group.rollout_health.submit(), version, after=_do_nothing)
-        )
+        """Verify that every rollout process holds the model's weights, which are version 0.
 
-    @staticmethod
-    def resend(ranks: Sequence[int]) -> None:
-        """Do nothing: a restarted process reads its weights itself."""
+        Nothing is probed.
+        """
+        ask, ignore = self._group.rollout_health.submit, lambda version, error: None
+        return turn(version, lambda: PendingPush(self._group, ask(), version, after=ignore))
 
     def cancel(self, reason: str) -> None:
         """Do nothing: there is no channel."""
@@ -120,13 +122,9 @@ class WeightsOfModel:
         """Do nothing: there is no channel."""
 
 
-def _do_nothing(version: int, error: BaseException | None) -> None:
-    """Take the end of a push."""
-
-
 @dataclass
 class Probing:
-    """A probe that goes with a push, and at the end of the push what each rollout process sampled for it."""
+    """A probe that goes with a push, and what rollout processes sampled for it."""
 
     probe: Probe
     found: Sequence[ProbedTokens] = ()

@@ -1,4 +1,6 @@
-"""Recurrent layers over packed rows: each sequence starts anew, and each branch of a prefix tree from its parent's end.
+"""Recurrent layers over packed rows and prefix trees.
+
+Each sequence starts anew. Each branch of a tree goes on from its parent's end.
 
 A recurrent layer (gated delta rule, Mamba, short convolution) carries a state from token to token. transformers'
 kernels separate packed sequences only where a package of CUDA kernels is installed; the torch code ignores where they

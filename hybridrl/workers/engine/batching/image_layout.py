@@ -1,4 +1,6 @@
-"""Add images to the layout of a micro-batch: positions of image tokens, patches in the order of their tokens.
+"""Add images to the layout of a micro-batch.
+
+That is positions of image tokens, and patches in the order of their tokens.
 
 A blank image of one token follows in a sequence of its own, which no other token sees and no loss reads. Without it a
 rank whose rows have no images would skip the vision tower, while the others wait for its part of the tower's weights.
@@ -57,7 +59,10 @@ def with_images(layout: TokenLayout, images: GridImages, rows: Sequence[int]) ->
 
 
 def _collect(found: dict[int, tuple[np.ndarray, np.ndarray]], images: RowImages, place: torch.Tensor) -> None:
-    """Add a row's images by the place of their first token, where rows that share them have the same one."""
+    """Add a row's images by the place of their first token.
+
+    Rows that share an image have the same place.
+    """
     ends = images["image_grid_thw"].prod(-1).cumsum()
     for number, (start, end) in enumerate(zip(images["image_starts"], ends, strict=True)):
         grid = images["image_grid_thw"][number : number + 1]

@@ -124,7 +124,10 @@ def routing_metrics(total: dict[str, float], prefix: str) -> dict[str, float]:
 
 
 def _before_last_trained(layout: TokenLayout) -> torch.Tensor:
-    """Return the places of tokens that come before the last response token of their row: its log-prob needs them."""
+    """Return the places of tokens that a row's last response token sees.
+
+    Its log-prob needs their routes.
+    """
     b, R = layout.shape
     rows = layout.cell // max(1, R)
     last = torch.full((b,), -1, device=layout.places.device).scatter_reduce(0, rows, layout.state, "amax")

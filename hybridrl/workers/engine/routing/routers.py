@@ -1,4 +1,6 @@
-"""Hooks on the routers of a transformers model, which record the experts of each token or replay given ones.
+"""Hooks on the routers of a transformers model.
+
+They record the experts of each token, or replay given ones.
 
 A router returns logits, weights and experts. A hook replaces the experts, and computes their weights from the logits by
 the model's own rule, so that gradients reach the router. What is chosen anew is only which experts, as in the GSPO
@@ -83,7 +85,9 @@ def check_routing(path: str, *, key: str, trust_remote_code: bool) -> None:
 
 
 class RouterHooks:
-    """The routers of one model: what they chose in the last forward pass, or what they shall choose in the next.
+    """The routers of one model.
+
+    They hold what was chosen in the last forward pass, or is to be chosen in the next.
 
     Args:
         model: A transformers model whose `check_family` passed.
@@ -109,7 +113,10 @@ class RouterHooks:
         """Do nothing: every pass has the tokens of the layout in their order."""
 
     def give(self, routes: torch.Tensor | None) -> None:
-        """Let the next passes use these experts (T, L, K), -1 for the router's own. None: the routers' own."""
+        """Let the next passes use these experts (T, L, K); None: the routers' own.
+
+        -1 is the router's own choice.
+        """
         self._given = routes
 
     def taken(self) -> torch.Tensor:

@@ -31,7 +31,10 @@ class RoutingShape:
 
     @property
     def dtype(self) -> type[np.generic]:
-        """Return the dtype of entries. One expert of 256 needs int16, where 255 is an expert and -1 is none."""
+        """Return the dtype of entries.
+
+        One expert of 256 needs int16, where 255 is an expert and -1 is none.
+        """
         fits = self.num_experts < 256 or (self.num_experts == 256 and self.top_k > 1)
         return np.uint8 if fits else np.int16
 
@@ -42,7 +45,10 @@ def pack(experts: torch.Tensor, shape: RoutingShape) -> np.ndarray:
 
 
 def unpack(entry: np.ndarray) -> torch.Tensor:
-    """Return an entry as (N, L, K) int64, `MISSING` in all places of a token whose routes are unknown."""
+    """Return an entry as (N, L, K) int64.
+
+    Tokens whose routes are unknown have `MISSING` in all places.
+    """
     experts = torch.from_numpy(entry.astype(np.int64))
     if entry.dtype == np.uint8:  # 255 may be an expert, but not all of a token's
         experts[(experts == 255).all(-1)] = MISSING

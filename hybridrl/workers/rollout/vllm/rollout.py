@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.request_engine import RequestEngine

@@ -92,7 +92,10 @@ def test_random_routes_are_those_of_a_mixture_written_by_hand(models, family, la
 
 
 def shared_routes(rows, seed: int = 0):
-    """Return random routes that rows with the same prompt share, as a prefix cache of the rollout would give them."""
+    """Return random routes that rows with the same prompt share.
+
+    A prefix cache of the rollout would give them so.
+    """
     column, prompts = random_routes(real_lengths(rows), seed), {}
     width = rows.batch["input_ids"].shape[1] - rows.batch["response_mask"].shape[1]
     for row, (ids, mask) in enumerate(zip(rows.batch["input_ids"], rows.batch["attention_mask"].bool(), strict=True)):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl import main_ppo
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout

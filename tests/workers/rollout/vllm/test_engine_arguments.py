@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from hybridrl.config import PPOConfig, load_config
-from hybridrl.config.schema.workers import RolloutConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.rollout import HFRollout, RolloutSetup, VLLMRollout, make_rollout
 from hybridrl.workers.rollout.vllm.engine_arguments import engine_arguments
