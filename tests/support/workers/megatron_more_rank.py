@@ -150,6 +150,7 @@ def refusals(folder: Path) -> dict[str, str]:
     )
     reports["no checkpoint"] = refusal(lambda: engine.load(str(folder / "qwen2")))
     destroy_model_parallel()
+    reports["groups left"] = len(dist.distributed_c10d._world.pg_map)
     reports["one word less"] = refusal(lambda: make_engine(str(folder / "one word less"), TP))
     destroy_model_parallel()
     reports["three anew"] = refusal(lambda: make_engine(str(folder / "qwen2"), {"tensor_model_parallel_size": 3}))

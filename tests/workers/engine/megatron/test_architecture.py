@@ -107,6 +107,10 @@ def test_a_snapshot_restores_the_engine_bit_for_bit(found):
     assert found["snapshots"] == dict.fromkeys(("TP2", "PP2", "DP2", "DP2, bfloat16, offloaded"), True)
 
 
+def test_destroyed_groups_are_gone(found):
+    assert found["refusals"]["groups left"] == 1, "the world and no other, after all layouts"
+
+
 def test_a_step_with_an_infinite_gradient_is_skipped(found):
     assert found["refusals"]["skipped"]["skipped"] == 1.0 and found["refusals"]["unchanged"]
 
