@@ -53,7 +53,7 @@ setup(
         "torch>=2.13,<3",
         "tensordict>=0.15,<0.16",
         "ray>=2.60,<3",
-        "transformers>=5.16.1,<5.24",
+        "transformers>=5.16.1,<5.25",
         "safetensors>=0.8,<1",
         "datasets>=5,<6",
         "pyarrow>=21",

@@ -28,7 +28,7 @@ from hybridrl.config.schema.rollout import QUANTIZATION, RolloutConfig
 from hybridrl.errors import ConfigError, model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
-from hybridrl.workers.engine.attention.layer_kinds import use_exact_attention
+from hybridrl.workers.engine.attention.layer_kinds import cache_argument, use_exact_attention
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens
@@ -77,10 +77,11 @@ class HFRollout(VersionedRollout):
         self._routes = rollout.RouteLog(self._model) if setup.config.enable_rollout_routing_replay else None
         self._reads_images = reads_images(self._model.config)
         self._never = engine.placeholder_ids(self._model.config) if self._reads_images else ()
-        if "past_key_values" not in self._accepted:
+        self._cache_argument = cache_argument(self._model)
+        if self._cache_argument in (None, "cache_params"):
             raise ConfigError(
                 f"{ROLLOUT_KEY}.name=hf: {type(self._model).__name__} of {setup.model_path!r} does not take a cache of "
-                "keys and states (past_key_values), so that every token would be drawn without those before it; use "
+                "keys and states, so that every token would be drawn without those before it; use "
                 "rollout.name=vllm"
             )
         super().__init__(setup, names=WeightNames.of(self._model))
@@ -245,9 +246,8 @@ class HFRollout(VersionedRollout):
         # A model with ALiBi accepts no positions, and an older model always computes all logits.
         optional = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: value for name, value in optional.items() if name in self._accepted}
-        output = self._model(
-            input_ids=ids, attention_mask=mask, past_key_values=kv_cache, use_cache=True, **options, **images
-        )
+        options[self._cache_argument] = kv_cache
+        output = self._model(input_ids=ids, attention_mask=mask, use_cache=True, **options, **images)
         return output.logits[:, -1]
 
 

@@ -60,8 +60,8 @@ LAYERS = {
 RECURRENT = {kind for kind, layer in LAYERS.items() if layer.packed == SEGMENTS}
 REPLACED = {"sdpa", "eager", "flash_attention_2"}
 """Attention implementations of transformers in whose place an engine's own attention may stand."""
-CACHES = ("cache_params", "past_key_values")
-"""Names by which recurrent layers take a cache."""
+CACHES = ("cache", "cache_params", "past_key_values")
+"""Names by which layers and models take a cache: the first from transformers 5.24 on."""
 OWN = {
     "attention_of_its_own": "attention that does not go through transformers' interface",
     "state_of_its_own": "recurrent layers that do not keep their state in transformers' cache",
@@ -100,10 +100,15 @@ def _uses_interface(model: Any) -> bool:
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield the layers that convolve over tokens and take a cache, with the name of that argument."""
     for module in model.modules():
-        if any(isinstance(child, nn.Conv1d) for child in module.children()):
-            names = inspect.signature(module.forward).parameters
-            if cache := next((name for name in CACHES if name in names), None):
-                yield module, cache
+        convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+        if convolves and (cache := cache_argument(module)):
+            yield module, cache
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Return the name by which the module's forward takes a cache."""
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in names), None)
 
 
 def words(kinds: frozenset[str]) -> str:

@@ -52,6 +52,17 @@ class LayerState:
         """Return whether a segment before this one has left a state."""
         return bool(self.conv_states) if state_idx is None else state_idx in self.conv_states
 
+    # From transformers 5.24 on layers ask by these three, and before by the attributes.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.conv_states.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.recurrent_states.get(state_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
     def update_conv_state(
         self, states: torch.Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
     ) -> torch.Tensor:
@@ -181,7 +192,7 @@ class RecurrentLayers:
         return args, kwargs if self._is_passed_on else {k: v for k, v in kwargs.items() if k not in LAYOUT}
 
     def _forward(
-        self, forward: Callable[..., torch.Tensor], cache: str, hidden_states: torch.Tensor, **kwargs: Any
+        self, forward: Callable[..., torch.Tensor], cache: str, /, hidden_states: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Return a layer's output (1,T,H) for a packed row."""
         kwargs = {name: value for name, value in kwargs.items() if name not in (*LAYOUT, *CACHES, "attention_mask")}
