@@ -3,7 +3,6 @@
     published   pairs of a synchronous and an asynchronous run that others published, and the simulation of the second
     tail        tail batching beside whole synchronous steps, for three sizes of models and responses
     scale       our schedules from 8 to 4096 devices
-    hybrid      an estimate of trainer.hybrid_rollout at lag 1, from 8 to 1024 devices
 
 Nothing is started: `benchmarks.simulation` runs the trainer on a virtual clock. docs/simulation.md explains what is
 real, and reads the tables.
@@ -16,9 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -199,69 +195,6 @@ def _rates(costs: Costs, devices: int, settings: Mapping[str, Any]) -> list[tupl
     return found
 
 
-HYBRID_CASES = {  # prompts per device, lengths
-    "2 prompts per device, long tail": (2, Lengths()),
-    "8 prompts per device, at most 2048 tokens": (8, Lengths(cap=2048)),
-}
-
-
-def hybrid(gpus: tuple[int, ...]) -> None:
-    """Print the mean step at lag 1 without and with trainer.hybrid_rollout. No router is simulated.
-
-    Both are computed from the same costs; the trainer's work T is that of a simulated run. With: one push after T, what
-    is not generated yet is dealt to all devices, longest first, and prompts and tokens so far are read again.
-    """
-    costs = Costs(DEVICES["h100"], MODELS["qwen2.5-7b"])
-    for case, (per_device, lengths) in HYBRID_CASES.items():
-        print(
-            f"{case}, 8 responses each\n{'devices':>8}{'generate':>10}{'trainer':>9}{'without':>9}{'with':>8}"
-            f"{'factor':>8}{'lent':>7}"
-        )
-        for devices in gpus:
-            for share in (0.25, 0.5):
-                _hybrid_row(costs, lengths, devices, int(devices * share), prompts=max(64, per_device * devices))
-
-
-def _hybrid_row(costs: Costs, lengths: Lengths, devices: int, rollout: int, *, prompts: int) -> None:
-    base = Simulation(costs, devices - rollout, rollout, prompts=prompts, n=8, mini_batch=prompts // 4, lengths=lengths)
-    run = simulate(replace(base, steps=3, warmup=1, settings=NO_REFERENCE | {"trainer.lag": 1}))
-    train_s = sum(run.stages_s.values()) - run.stages_s["gen"]
-    batches = [lengths.draw(torch.arange(prompts) + 10**6 * seed, 8).numpy() for seed in range(5)]
-    alone = np.array([max(train_s, _generate_s(costs, batch, rollout)) for batch in batches])
-    lent = np.array([_lent_s(costs, batch, rollout, devices, after_s=train_s) for batch in batches])
-    without, step = alone.mean(), np.minimum(alone, lent[:, 0]).mean()
-    print(
-        f"{devices:>8}{rollout / devices:>10.0%}{train_s:>9.1f}{without:>9.1f}{step:>8.1f}{without / step:>8.2f}"
-        f"{lent[:, 1].mean():>7.0%}",
-        flush=True,
-    )
-
-
-def _generate_s(costs: Costs, lengths: np.ndarray, ranks: int) -> float:
-    return max(costs.generate_s(part.tolist()) for part in np.array_split(lengths, ranks))
-
-
-def _lent_s(costs: Costs, lengths: np.ndarray, ranks: int, devices: int, *, after_s: float) -> tuple[float, float]:
-    """Return when a batch is complete if all devices generate from `after_s` on, and the trainer's share of tokens."""
-    left, done = [], []
-    for part in np.array_split(lengths, ranks):
-        low, high = 0, int(part.max())
-        while low < high:  # the tokens of the longest response after so many seconds
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if costs.generate_s(part.clip(max=middle).tolist()) <= after_s else (low, middle - 1)
-            )
-        left += (part[part > low] - low).tolist()
-        done.append(low)
-    if not left:
-        return after_s, 0.0
-    left.sort(reverse=True)
-    context = int(np.mean(done))
-    seconds = max(costs.generate_s(left[rank::devices], done=context) for rank in range(devices))
-    lent = sum(sum(left[rank::devices]) for rank in range(ranks, devices))
-    return after_s + costs.push_s() + seconds, lent / int(lengths.sum())
-
-
 def draw(gpus: tuple[int, ...], rates: Mapping[str, list[float]], path: str) -> None:
     """Write the figure."""
     import matplotlib
@@ -286,7 +219,7 @@ def draw(gpus: tuple[int, ...], rates: Mapping[str, list[float]], path: str) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", choices=[[], "published", "tail", "scale", "hybrid"], metavar="PART", help="default: all"
+        "parts", nargs="*", choices=[[], "published", "tail", "scale"], metavar="PART", help="default: all"
     )
     parser.add_argument("--figure", metavar="FILE", help="draw the last table")
     parser.add_argument("--min-gpus", type=int, default=8, help="of the last table (default: %(default)d)")
@@ -300,8 +233,6 @@ def main() -> None:
         tail()
     if "scale" in parts:
         scale(arguments.figure, tuple(n for n in GPUS if arguments.min_gpus <= n <= arguments.max_gpus))
-    if "hybrid" in parts:
-        hybrid(tuple(n for n in GPUS if arguments.min_gpus <= n <= arguments.max_gpus))
 
 
 if __name__ == "__main__":

@@ -269,10 +269,8 @@ def worker_classes(config: PPOConfig) -> WorkerClasses:
     if config.only_generates:
         return {Role.Rollout: hybridrl.ActorRolloutRefWorker} | scores
     separated = config.actor_rollout_ref.rollout.n_gpus_per_node > 0
-    trains = Role.ActorRollout if config.trainer.hybrid_rollout or not separated else Role.Actor
-    workers: WorkerClasses = dict.fromkeys(
-        (trains, Role.Rollout) if separated else (trains,), hybridrl.ActorRolloutRefWorker
-    )
+    policy = (Role.Actor, Role.Rollout) if separated else (Role.ActorRollout,)
+    workers: WorkerClasses = dict.fromkeys(policy, hybridrl.ActorRolloutRefWorker)
     if ppo.uses_critic(config):
         workers[Role.Critic] = hybridrl.CriticWorker
     if ppo.uses_reference(config) and not config.actor_rollout_ref.model.uses_lora:

@@ -100,10 +100,9 @@ class Simulation:
         config = compose_settings(PPOConfig, chosen, config_name="grpo_trainer")
         main_ppo.validate_config(config, with_inputs=False)
         unknown = {str(role) for role in main_ppo.worker_classes(config)} - ROLES
-        if unknown or config.trainer.hybrid_rollout:
+        if unknown:
             raise ConfigError(
-                f"the simulation has no stand-in for {sorted(unknown) or 'trainer.hybrid_rollout=true'}; it knows the "
-                f"roles {sorted(ROLES)}"
+                f"the simulation has no stand-in for {sorted(unknown)}; it knows the roles {sorted(ROLES)}"
             )
         return config
 

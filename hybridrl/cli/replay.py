@@ -123,7 +123,7 @@ def for_one_process(config: PPOConfig, *, directory: str) -> PPOConfig:
     policy = single_process_layout(config.actor_rollout_ref)
     rollout = replace(policy.rollout, n_gpus_per_node=0, tensor_model_parallel_size=1, name="hf")
     changed: dict[str, Any] = dict(nonfinite="skip", resume_mode="disable", resume_from_path=None, record_steps=[])
-    changed |= ONE_PROCESS | NO_OUTPUT | NO_FREQUENCY | {"default_local_dir": directory, "hybrid_rollout": False}
+    changed |= ONE_PROCESS | NO_OUTPUT | NO_FREQUENCY | {"default_local_dir": directory}
     return replace(
         config,
         trainer=replace(config.trainer, **changed),

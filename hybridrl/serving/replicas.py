@@ -68,10 +68,6 @@ class GroupReplicas:
         resync: Sends the current weights to the workers of these ranks, which were just restarted. None: dead workers
             cannot be replaced here.
         num_peers: Workers of a replica.
-        hybrid_group: Another group, whose workers also train. Its replicas follow those of `group`.
-
-    Attributes:
-        hybrid: Numbers of the replicas of `hybrid_group`.
     """
 
     def __init__(
@@ -82,28 +78,22 @@ class GroupReplicas:
         progress_timeout_s: float,
         resync: Resync | None = None,
         num_peers: int = 1,
-        hybrid_group: Any = None,
     ):
         self.group, self.version, self.progress_timeout_s, self.resync = group, version, progress_timeout_s, resync
-        self.num_peers, self.hybrid_group, self.can_respawn = num_peers, hybrid_group, resync is not None
-        num_own = group.world_size // num_peers
-        num_hybrid = 0 if hybrid_group is None else hybrid_group.world_size // num_peers
-        self.num_replicas, self.hybrid = num_own + num_hybrid, range(num_own, num_own + num_hybrid)
+        self.num_peers, self.can_respawn = num_peers, resync is not None
+        self.num_replicas = group.world_size // num_peers
 
-    def _workers_of(self, replica: int) -> tuple[Any, range]:
-        """Return the group of a replica's workers, and their ranks in it."""
-        group = self.hybrid_group if replica in self.hybrid else self.group
-        place = replica - self.hybrid.start if replica in self.hybrid else replica
-        return group, range(place * self.num_peers, (place + 1) * self.num_peers)
+    def _ranks_of(self, replica: int) -> range:
+        return range(replica * self.num_peers, (replica + 1) * self.num_peers)
 
     def serve(self, replica: int, requests: list[Request], aborted: list[str]) -> list[TokenOutput]:
-        group, ranks = self._workers_of(replica)
-        references = group.execute_ranks_async(ranks, "serve", requests, aborted, SLICE_S, self.version)
-        return group.fetch(references, method="serve", timeout_s=self.progress_timeout_s)[0]
+        sent = (requests, aborted, SLICE_S, self.version)
+        references = self.group.execute_ranks_async(self._ranks_of(replica), "serve", *sent)
+        return self.group.fetch(references, method="serve", timeout_s=self.progress_timeout_s)[0]
 
     def respawn(self, replica: int) -> None:
-        group, ranks = self._workers_of(replica)
-        if self.resync is None or group is not self.group:
+        group, ranks = self.group, self._ranks_of(replica)
+        if self.resync is None:
             raise NotReplaceable(f"the trainer restarts {group.role}-{ranks[0]}, not the router")
         try:
             group.respawn(*ranks)

@@ -66,19 +66,16 @@ class ReplicaRouter:
 
     Args:
         replicas: Where requests are served.
-        hybrid: Those of them whose processes also train. They are away until `add_hybrid`.
 
     Attributes:
         table: The state of each replica, and where requests are open.
-        num_tokens: Tokens that each replica has returned.
         failure: What ended all requests, now and later; None while there is nothing.
         outages: Losses of replicas so far.
     """
 
-    def __init__(self, replicas: Replicas, *, hybrid: range = range(0)):
-        self.replicas, self.hybrid = replicas, hybrid
-        self.table = RoutingTable(replicas.num_replicas, away=hybrid)
-        self.num_tokens = [0] * replicas.num_replicas
+    def __init__(self, replicas: Replicas):
+        self.replicas = replicas
+        self.table = RoutingTable(replicas.num_replicas)
         self.failure: BaseException | None = None
         self.outages: list[ReplicaOutage] = []
         self._queues = [_ReplicaQueue() for _ in range(replicas.num_replicas)]
@@ -188,32 +185,6 @@ class ReplicaRouter:
         for replica in self.table.in_state(ReplicaState.STOPPING):  # `pause` was cancelled
             self.table.move(replica, ReplicaState.SERVING)
         self._start(self.table.in_state(ReplicaState.IDLE))
-
-    def add_hybrid(self) -> None:
-        """Let the hybrid replicas join, and move their share of the open requests to them."""
-        for replica in self.hybrid:
-            self.table.move(replica, ReplicaState.IDLE)
-        self._start(self.hybrid)
-        self._move_requests()
-
-    async def remove_hybrid(self) -> None:
-        """Let the hybrid replicas leave: continue their requests elsewhere, and wait for their calls in flight."""
-        for name in [name for replica in self.hybrid for name in self.table.open_on(replica)]:
-            self._interrupt(name)
-        await self._stop(self.hybrid)
-        for replica in {*self.hybrid} & {*self.table.in_state(ReplicaState.IDLE)}:
-            self.table.move(replica, ReplicaState.AWAY)
-
-    def balance(self) -> None:
-        """Move requests to a replica that has none, from those with several."""
-        are_moving = any(pending.is_interrupted for pending in self._pending.values())
-        if not are_moving and any(self.table.load(replica) == 0 for replica in self.table.serving):
-            self._move_requests()
-
-    def _move_requests(self) -> None:
-        for name, replica in self.table.moves():
-            self.table.move_conversation(self._pending[name].conversation, replica)
-            self._interrupt(name)
 
     def _start(self, replicas: Iterable[int]) -> None:
         """Route to idle replicas, unless the router is paused or closed, or has failed."""
@@ -325,15 +296,10 @@ class ReplicaRouter:
     async def _serve(self, replica: int) -> list[TokenOutput]:
         old, self._queues[replica] = self._queues[replica], _ReplicaQueue()
         loop = asyncio.get_running_loop()
-        outputs = await loop.run_in_executor(self._threads, self.replicas.serve, replica, old.requests, old.aborted)
-        self.num_tokens[replica] += sum(len(output.token_ids) for output in outputs)
-        return outputs
+        return await loop.run_in_executor(self._threads, self.replicas.serve, replica, old.requests, old.aborted)
 
     async def _replace(self, replica: int, error: Exception) -> None:
         """Send a lost replica's requests elsewhere, and restart it or give it up."""
-        if replica in self.hybrid:  # the trainer has lost a process, too: it rewinds, and generates the batch again
-            self.fail(error)
-            return
         lost = self.table.lose(replica)
         self._queues[replica] = _ReplicaQueue()
         outage = ReplicaOutage(replica, f"{type(error).__name__}: {error}", time.monotonic(), num_retried=len(lost))
@@ -395,5 +361,5 @@ class ReplicaRouter:
         """Exclude a replica for good; if it was the last one, end all requests with `error`."""
         logger.error("replica %d was not restarted and gets no more requests: %s", replica, why)
         self.table.move(replica, ReplicaState.GIVEN_UP)
-        if len(self.table.in_state(ReplicaState.GIVEN_UP, ReplicaState.AWAY)) == self.replicas.num_replicas:
+        if len(self.table.in_state(ReplicaState.GIVEN_UP)) == self.replicas.num_replicas:
             self.fail(error)

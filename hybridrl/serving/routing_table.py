@@ -3,8 +3,7 @@
 `router.py` is the only user. `ReplicaState` says what a replica does, `NEXT_STATES` how that may change:
 
     RESTARTING > IDLE      a new process serves once the router resumes it, which is at once if it is not paused
-    SERVING > STOPPING     the router is paused or closed, or the replica leaves
-    IDLE > AWAY > IDLE     its processes do other work in between (`trainer.hybrid_rollout`)
+    SERVING > STOPPING     the router is paused or closed
 
 Only serving replicas get requests. A broken replica fails fast, so otherwise it would always be the least loaded. The
 first rule that names a serving replica decides:
@@ -15,7 +14,7 @@ first rule that names a serving replica decides:
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 BLOCK_TOKENS = 16  # prompts are compared in blocks of this size, as engines cache them
@@ -29,7 +28,6 @@ class ReplicaState(Enum):
     STOPPING = "gets no more requests, and those that it has end"
     RESTARTING = "was lost, and a new process is started in its place"
     IDLE = "gets no calls until the router resumes it"
-    AWAY = "takes no part until it joins"
     GIVEN_UP = "was lost for good"
 
 
@@ -37,8 +35,7 @@ NEXT_STATES = {
     ReplicaState.SERVING: {ReplicaState.STOPPING, ReplicaState.RESTARTING},
     ReplicaState.STOPPING: {ReplicaState.IDLE, ReplicaState.RESTARTING},
     ReplicaState.RESTARTING: {ReplicaState.IDLE, ReplicaState.GIVEN_UP},
-    ReplicaState.IDLE: {ReplicaState.SERVING, ReplicaState.AWAY},
-    ReplicaState.AWAY: {ReplicaState.IDLE},
+    ReplicaState.IDLE: {ReplicaState.SERVING},
     ReplicaState.GIVEN_UP: set(),
 }
 
@@ -50,7 +47,6 @@ class RoutingTable:
 
     Args:
         num_replicas: Number of replicas.
-        away: Those of them that are away at first.
         slack: How many more open requests a replica with a cached prefix may have.
 
     Attributes:
@@ -58,8 +54,8 @@ class RoutingTable:
         serving: Replicas in the state SERVING.
     """
 
-    def __init__(self, num_replicas: int, *, away: Collection[int] = (), slack: int = 4):
-        self.states = [ReplicaState.AWAY if i in away else ReplicaState.IDLE for i in range(num_replicas)]
+    def __init__(self, num_replicas: int, *, slack: int = 4):
+        self.states = [ReplicaState.IDLE] * num_replicas
         self.serving: set[int] = set()
         self.slack = slack
         self._replica_of: dict[str, int] = {}  # open request -> replica
@@ -82,9 +78,9 @@ class RoutingTable:
             self.serving.add(replica)
         else:
             self.serving.discard(replica)
-        if state in (ReplicaState.RESTARTING, ReplicaState.AWAY):
+        if state is ReplicaState.RESTARTING:
             self._prefixes = OrderedDict((key, where) for key, where in self._prefixes.items() if where != replica)
-        if before in (ReplicaState.RESTARTING, ReplicaState.AWAY):
+        if before is ReplicaState.RESTARTING:
             self._num_assigned[replica] = max(self._num_assigned)
 
     def in_state(self, *states: ReplicaState) -> list[int]:
@@ -139,26 +135,6 @@ class RoutingTable:
     def open_on(self, replica: int) -> list[str]:
         """Return the requests that are open on a replica, the newest last."""
         return [name for name, where in self._replica_of.items() if where == replica]
-
-    def move_conversation(self, conversation: str, replica: int) -> None:
-        """Route later requests of this conversation to another replica."""
-        self._conversations[conversation] = replica
-
-    def moves(self) -> list[tuple[str, int]]:
-        """Return open requests and the replicas to which they must move, so that loads differ by at most one.
-
-        The newest requests move: they have the fewest tokens, which the other replica computes again.
-        """
-        names = {replica: self.open_on(replica) for replica in sorted(self.serving)}
-        loads = {replica: len(open_here) for replica, open_here in names.items()}
-        found = []
-        while loads:
-            most, least = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
-            if loads[most] - loads[least] <= 1:
-                break
-            found.append((names[most].pop(), least))
-            loads[most], loads[least] = loads[most] - 1, loads[least] + 1
-        return found
 
     def load(self, replica: int) -> int:
         """Return the number of requests that are open on this replica."""

@@ -10,12 +10,9 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hybridrl.serving.hybrid import HybridRollout, HybridScheduler, Usage
 from hybridrl.serving.replicas import GroupReplicas
 from hybridrl.serving.router import ReplicaRouter
 
@@ -35,15 +32,13 @@ class PendingLoad(Protocol):
 
 @dataclass(frozen=True)
 class QueuedWork:
-    """A batch or push in the service's order. waiting: Returns a context in which the driver waits for it."""
+    """A batch or push in the service's order."""
 
     done: "Future[None]"
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def wait(self) -> None:
         """Return when it is done. Raises its error, or that of what came before it."""
-        with self.waiting():
-            self.done.result()
+        self.done.result()
 
 
 class PolicyService:
@@ -57,19 +52,17 @@ class PolicyService:
     Args:
         replicas: The rollout's processes.
         concurrent: They only generate, so batches run beside training.
-        hybrid: Generates for the batches that the driver waits for, too. None: the trainer's devices only train.
 
     `on_close`: coroutine functions that `close` runs first.
     """
 
-    def __init__(self, replicas: GroupReplicas, *, concurrent: bool, hybrid: HybridRollout | None = None):
+    def __init__(self, replicas: GroupReplicas, *, concurrent: bool):
         self.replicas, self._concurrent = replicas, concurrent
-        self.router = ReplicaRouter(replicas, hybrid=replicas.hybrid)
+        self.router = ReplicaRouter(replicas)
         self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._turn = asyncio.Lock()  # of a batch or push; waiting ones get it in the order of their submission
         self._failure: BaseException | None = None  # of a batch or push: no later one runs
         self._blocking = ThreadPoolExecutor(1, thread_name_prefix="push")  # apart from threads that agents may fill
-        self._hybrid = None if hybrid is None else HybridScheduler(self.router, hybrid, self._blocking)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="policy-service", daemon=True)
         self._thread.start()
@@ -90,17 +83,15 @@ class PolicyService:
         """Start a coroutine on the router's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def generate(self, version: int | None, generate: Generate, usage: Usage) -> QueuedWork:
+    def generate(self, version: int | None, generate: Generate) -> QueuedWork:
         """Generate a batch with weights of this version: after everything submitted before, or at once.
 
         Args:
             version: Of the last push.
             generate: Generates with the router.
-            usage: Of the batch, to be added to.
         """
         if self._concurrent:
-            waiting = nullcontext if self._hybrid is None else partial(self._hybrid.waiting, usage)
-            return QueuedWork(self.submit(self._in_turn(lambda: self._generate(generate, usage))), waiting)
+            return QueuedWork(self.submit(self._in_turn(lambda: generate(self.router))))
         self.call(self.resume(version))
         try:
             self.call(generate(self.router))
@@ -137,13 +128,6 @@ class PolicyService:
                 self._failure = error
                 raise
 
-    async def _generate(self, generate: Generate, usage: Usage) -> None:
-        if self._hybrid is None:
-            await generate(self.router)
-            return
-        async with self._hybrid.taking_part(usage):
-            await generate(self.router)
-
     async def _push(self, version: int, load: Callable[[], None]) -> None:
         await self.router.pause()
         await asyncio.get_running_loop().run_in_executor(self._blocking, load)
@@ -169,8 +153,6 @@ class PolicyService:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT_S)
         self._blocking.shutdown(wait=wait, cancel_futures=True)
-        if self._hybrid is not None and wait:
-            self._hybrid.close()
 
     async def _close(self, *, wait: bool) -> None:
         for close_part in self.on_close:

@@ -89,8 +89,6 @@ def test_lengths_are_those_of_the_prompt_whatever_the_schedule():
 def test_what_has_no_stand_in_is_refused():
     with pytest.raises(ConfigError, match="no stand-in for .*critic"):
         simulate(Simulation(EXACT, 1, prompts=4, n=2, settings=ALONE | {"algorithm.adv_estimator": "gae"}))
-    with pytest.raises(ConfigError, match="no stand-in for trainer.hybrid_rollout"):
-        run(2, 1, lag=1, hybrid_rollout=True)
     with pytest.raises(ConfigError, match="12 devices.*multiple of 8"):
         run(12)
 

@@ -96,7 +96,6 @@ def test_a_valid_command_line_is_never_changed():
         ("model_engine=megatron", "actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron"),
         ("critic.fsdp.param_offload=True", "critic.fsdp_config.param_offload=True"),
         ("reward.reward_manager.name=dapo", "reward_model.reward_manager=dapo"),
-        ("trainer.v1.separate_async.hybrid_rollout.enable_switch=True", "trainer.hybrid_rollout=True"),
         ("+reward.reward_kwargs.overlong_buffer_cfg.len=4", "reward_model.overlong_buffer.len=4"),
         (
             "actor_rollout_ref.actor.ppo_micro_batch_size=16 trainer.n_gpus_per_node=4 trainer.nnodes=2",

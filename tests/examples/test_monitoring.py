@@ -40,8 +40,6 @@ UNLOGGED = {  # in this run; the module that logs it elsewhere
         "workers/engine/routing/replay.py",
     ),
     "perf/mfu/rollout": "trainer/run/metrics.py",  # not where a step drops responses
-    "async/wait_s": "serving/hybrid.py",
-    "async/hybrid_token_share": "serving/hybrid.py",
 }
 
 

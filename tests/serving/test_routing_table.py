@@ -115,29 +115,6 @@ def test_conversations_that_nobody_ends_are_dropped_the_longest_unused_first(mon
     assert [table._conversations.get(name) is None for name in "abcd"] == [False, True, False, False]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.sets(st.integers(0, 3)))
-def test_after_the_moves_the_loads_of_serving_replicas_differ_by_one_at_most(loads, excluded):
-    table = serving_table(len(loads))
-    for replica, load in enumerate(loads):
-        for number in range(load):
-            table.move_conversation(f"{replica}.{number}", replica)
-            table.assign(f"{replica}.{number}", (), conversation=f"{replica}.{number}")
-    for replica in excluded & table.serving:
-        table.move(replica, ReplicaState.STOPPING)
-    after = {replica: loads[replica] for replica in table.serving}
-    moves = table.moves()
-    for name, replica in moves:
-        after[table.replica_of(name)] -= 1
-        after[replica] += 1
-    assert not after or max(after.values()) - min(after.values()) <= 1
-    assert len({name for name, _ in moves}) == len(moves)
-    newest_stay = {name for name, _ in moves}  # of a replica, the requests that move are the last ones
-    for replica in table.serving:
-        stays = [name not in newest_stay for name in table.open_on(replica)]
-        assert stays == sorted(stays, reverse=True)
-
-
 @pytest.mark.parametrize("after", ReplicaState)
 @pytest.mark.parametrize("before", ReplicaState)
 def test_a_replica_changes_its_state_as_the_table_of_states_says_and_only_then(before, after):

@@ -6,7 +6,6 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from hybridrl.serving.hybrid import Usage
 from hybridrl.serving.replicas import GroupReplicas
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.service import PolicyService
@@ -61,7 +60,7 @@ def paused_in(found: list[bool]):
 def test_batches_and_pushes_run_in_the_order_of_their_submission(service):
     found, first, second = list[bool](), Push(), Push()
     pushes = [service.push(1, first.receive)]
-    batch = service.generate(1, paused_in(found), Usage())
+    batch = service.generate(1, paused_in(found))
     pushes.append(service.push(2, second.receive))
     assert first.began.wait(WAIT_S) and service.router.is_paused and not found
     first.may_end.set()
@@ -77,7 +76,7 @@ def test_batches_and_pushes_run_in_the_order_of_their_submission(service):
 def test_after_a_failed_push_nothing_runs_and_everything_has_its_error(service):
     found, push = list[bool](), Push(ValueError("no such tensor"))
     submitted = service.push(1, push.receive)
-    batch = service.generate(1, paused_in(found), Usage())
+    batch = service.generate(1, paused_in(found))
     push.may_end.set()
     with pytest.raises(ValueError, match="no such tensor"):
         submitted.wait()
@@ -89,7 +88,7 @@ def test_after_a_failed_push_nothing_runs_and_everything_has_its_error(service):
 def test_closing_cancels_what_runs_and_what_waits(service):
     push = Push()
     service.push(1, push.receive)
-    batch = service.generate(1, paused_in([]), Usage())
+    batch = service.generate(1, paused_in([]))
     assert push.began.wait(WAIT_S)
     service.close()
     push.may_end.set()
@@ -102,7 +101,7 @@ def test_where_processes_train_a_batch_runs_at_once_and_the_router_is_paused_bef
     try:
         found, push = list[bool](), Push()
         assert service.push(3, push.receive) is push
-        assert service.generate(3, paused_in(found), Usage()).done.done()
+        assert service.generate(3, paused_in(found)).done.done()
         assert found == [False] and service.router.is_paused and service.replicas.version == 3
     finally:
         service.close()

@@ -93,7 +93,6 @@ def ahead_problems(config: PPOConfig) -> Problems:
             "the rollout its own pool with actor_rollout_ref.rollout.n_gpus_per_node, or test it with "
             "trainer.backend=local"
         )
-    yield from _hybrid_rollout_problems(config)
     if trainer.partial_rollout and trainer.lag < 2:
         yield (
             "trainer.partial_rollout=true: needs at least two versions of the weights; set trainer.lag=2 or "
@@ -143,25 +142,3 @@ def elastic_problems(config: PPOConfig) -> Problems:
         yield f"{key}: a lost machine takes its snapshots with it; set trainer.save_freq"
     if not trainer.snapshot_freq:
         yield f"{key}: with trainer.snapshot_freq=0 a lost process ends the run; set it to 1 or more"
-
-
-def _hybrid_rollout_problems(config: PPOConfig) -> Problems:
-    """Yield settings with which the trainer's devices have nobody to help."""
-    trainer, rollout, key = config.trainer, config.actor_rollout_ref.rollout, "trainer.hybrid_rollout=true"
-    if not trainer.hybrid_rollout:
-        return
-    if not rollout.n_gpus_per_node:
-        yield (
-            f"{key}: without actor_rollout_ref.rollout.n_gpus_per_node the trainer's devices generate everything; set "
-            "it, or leave this out"
-        )
-    elif not trainer.lag:
-        yield (
-            f"{key}: with trainer.lag=0 training and generation take turns, so all devices can do both; leave out "
-            "actor_rollout_ref.rollout.n_gpus_per_node and this, or set trainer.lag=1"
-        )
-    if rollout.mode == "sync":
-        yield (
-            f"{key}: with actor_rollout_ref.rollout.mode=sync a batch is one call, which cannot be divided once it "
-            "runs; use mode=async"
-        )

@@ -86,11 +86,10 @@ def _rollout_rank_problems(config: PPOConfig) -> Problems:
     """Yield pools that cannot be divided into engines whose ranks are on one machine."""
     chosen, trainer = config.actor_rollout_ref.rollout, config.trainer
     size, key = chosen.tensor_model_parallel_size, "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    generates = trainer.hybrid_rollout or not chosen.n_gpus_per_node
     pools = {
         "actor_rollout_ref.rollout.n_gpus_per_node": chosen.n_gpus_per_node,
         "trainer.eval_n_gpus": trainer.eval_n_gpus,
-        "trainer.n_gpus_per_node": trainer.n_gpus_per_node if generates else 0,
+        "trainer.n_gpus_per_node": 0 if chosen.n_gpus_per_node else trainer.n_gpus_per_node,
     }
     for pool, number in pools.items():
         if number % size:

@@ -51,7 +51,7 @@ AGENT_SETTINGS = [
 ]
 AHEAD_SETTINGS = (
     *(f"{ROLLOUT}.n_gpus_per_node", f"{ROLLOUT}.nnodes", "trainer.lag", "trainer.partial_rollout"),
-    *("trainer.hybrid_rollout", "trainer.staleness", "trainer.replay", "trainer.eval_n_gpus"),
+    *("trainer.staleness", "trainer.replay", "trainer.eval_n_gpus"),
 )
 CORRECTION_SETTINGS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.loss_mode")
 ROUTING_SETTINGS = ("actor_rollout_ref.actor.router_replay", f"{ROLLOUT}.enable_rollout_routing_replay")
@@ -59,7 +59,7 @@ PPO_ONLY = [
     f"trainer.{name}"
     for name in (
         *("critic_warmup", "val_only", "rollout_data_dir", "validation_data_dir", "colocate", "overlap", "lag"),
-        *("partial_rollout", "hybrid_rollout", "staleness", "stale_tokens", "replay", "middleware", "eval_n_gpus"),
+        *("partial_rollout", "staleness", "stale_tokens", "replay", "middleware", "eval_n_gpus"),
         *("min_ranks", "placement_timeout_s", "record_steps", "record_max_gb"),
         *("parity_limit", "parity_freq"),
     )

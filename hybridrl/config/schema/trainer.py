@@ -76,10 +76,6 @@ class TrainerConfig:
         False,
         "With lag 2 or more and rollout.mode=async: generate each batch in parts, one by each version of the weights.",
     )
-    hybrid_rollout: bool = setting(
-        False,
-        "With a lag and rollout.mode=async: while the trainer waits for responses, its devices generate, too.",
-    )
     staleness: int | None = setting(None, "Maximum age of a trained token, in weight versions; null means lag.", ge=0)
     stale_tokens: str = setting(
         "wait",

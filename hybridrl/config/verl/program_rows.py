@@ -109,7 +109,7 @@ TRAINER_ROWS: tuple[Row, ...] = (
     done("trainer.v1.trainer_mode", "generation and training take turns", "sync"),
     refused("trainer.v1.trainer_mode", f"{_AHEAD}; leave it out"),
     done("trainer.v1.sampler.custom_sampler", "there is none", "null"),
-    renamed("trainer.v1.separate_async.hybrid_rollout.enable_switch", "trainer.hybrid_rollout"),
+    done("trainer.v1.separate_async.hybrid_rollout.enable_switch", "the trainer's devices only train", "false"),
     refused("trainer.v1", f"{_AHEAD}; leave it out"),
     elsewhere("{ray_kwargs,ray_init}", _RAY),
     elsewhere("global_profiler", _PROFILER),

@@ -29,7 +29,6 @@ from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.recorded_row import RecordedRow
 from hybridrl.serving.continuation import continued, join_chunks, with_reason
-from hybridrl.serving.hybrid import Usage
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.service import QueuedWork
 from hybridrl.workers.rollout.requests import Request, TokenOutput
@@ -160,7 +159,6 @@ class AgentBatch:
         requested_limit: Of the last submitted call.
         work: The last submitted call; None before.
         chosen: Places of the complete groups of a short round, ascending; None otherwise.
-        usage: Of the calls so far.
     """
 
     def __init__(
@@ -179,7 +177,6 @@ class AgentBatch:
         self.limit = self.requested_limit = 0
         self.work: QueuedWork | None = None
         self.chosen: list[int] | None = None
-        self.usage = Usage()
         self.router: ReplicaRouter
         self._collect = collect
         records = recorded or [RecordedRow() for _ in rows]

@@ -36,7 +36,6 @@ from hybridrl.serving.agent_loop.recorded_row import RecordedRow, pop_records, t
 from hybridrl.serving.agent_loop.response_columns import ResponseColumns
 from hybridrl.serving.agent_loop.short_round import chosen_responses, generate_short_round
 from hybridrl.serving.agent_loop.tools.function_tools import load_tools
-from hybridrl.serving.hybrid import HybridRollout
 from hybridrl.serving.openai import Endpoint, ServedModel
 from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
 from hybridrl.serving.router import ReplicaRouter
@@ -83,13 +82,12 @@ class AgentLoopManager:
         self._get_loop(rollout.agent.default_agent_loop)  # an unknown name fails here, before anything starts
         self._num_calls = 0
         self._service: PolicyService | None = None
-        self._is_hybrid = False
         self._past_outages: list[ReplicaOutage] = []  # of earlier routers
         self.metrics: dict[str, float] = {"rollout/replicas_lost": 0.0, "rollout/requests_retried": 0.0}
 
     # -- the rollout's processes
 
-    def open(self, group: Any, *, resync: Resync | None, concurrent: bool, hybrid: HybridRollout | None = None) -> None:
+    def open(self, group: Any, *, resync: Resync | None, concurrent: bool) -> None:
         """Serve from these processes until `close`. May be called again, for instance after some were replaced.
 
         Args:
@@ -97,13 +95,11 @@ class AgentLoopManager:
             resync: Sends the current weights to restarted processes; None if the router cannot restart any.
             concurrent: The processes only generate, so requests are served while the driver trains. False: requests are
                 served only during a call that generates.
-            hybrid: Generates, too, while the driver waits for responses; or None.
         """
         rollout = self.config.actor_rollout_ref.rollout
         self._loops = {}  # a loop may hold objects that belong to one event loop
-        replicas = self._replicas(group, version=None, resync=resync, hybrid_group=hybrid and hybrid.group)
-        self._service = service = PolicyService(replicas, concurrent=concurrent, hybrid=hybrid)
-        self._is_hybrid = hybrid is not None
+        replicas = self._replicas(group, version=None, resync=resync)
+        self._service = service = PolicyService(replicas, concurrent=concurrent)
         if rollout.endpoint_port:
             endpoint = Endpoint(
                 service.router, self._served_model(), host=rollout.endpoint_host, port=rollout.endpoint_port
@@ -138,9 +134,7 @@ class AgentLoopManager:
         sizes = length, data.max_response_length, config.vocab_size
         return ServedModel(name, self.context.tokenizer, *sizes, data.apply_chat_template_kwargs)
 
-    def _replicas(
-        self, group: Any, *, version: int | None, resync: Resync | None, hybrid_group: Any = None
-    ) -> GroupReplicas:
+    def _replicas(self, group: Any, *, version: int | None, resync: Resync | None) -> GroupReplicas:
         rollout = self.config.actor_rollout_ref.rollout
         return GroupReplicas(
             group,
@@ -148,7 +142,6 @@ class AgentLoopManager:
             progress_timeout_s=rollout.progress_timeout_s,
             resync=resync,
             num_peers=rollout.tensor_model_parallel_size,
-            hybrid_group=hybrid_group,
         )
 
     def push(self, version: int, receive: Callable[[], PendingLoad]) -> PendingLoad:
@@ -194,7 +187,7 @@ class AgentLoopManager:
             settings: dict[str, Any] = {"num_groups": num_prompts, "max_new_tokens": limit, "timeout_s": timeout_s}
             generate = partial(generate_short_round, batch, **settings)
         batch.requested_limit = limit
-        batch.work = self._opened().generate(version, generate, batch.usage)
+        batch.work = self._opened().generate(version, generate)
         return batch
 
     def _reopened(self, partial: Any) -> AgentBatch:
@@ -228,7 +221,6 @@ class AgentLoopManager:
         outages = [*self._past_outages, *([] if self._service is None else self._service.router.outages)]
         self.metrics["rollout/replicas_lost"] = float(len(outages))
         self.metrics["rollout/requests_retried"] = float(sum(outage.num_retried for outage in outages))
-        self.metrics |= batch.usage.metrics() if self._is_hybrid else {}
         if batch.chosen is not None:
             return self._to_batch(*chosen_responses(batch))
         if batch.limit < batch.last_limit:

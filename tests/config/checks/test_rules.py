@@ -385,19 +385,6 @@ def check(tmp_path):
             "trainer.backend=local trainer.lag=1 trainer.staleness=2",
             "no token gets older than trainer.lag=1; leave it out",
         ),
-        (
-            "actor_rollout_ref.rollout.mode=async trainer.hybrid_rollout=true",
-            "without actor_rollout_ref.rollout.n_gpus_per_node the trainer's devices generate everything",
-        ),
-        (
-            "actor_rollout_ref.rollout.mode=async trainer.hybrid_rollout=true "
-            "actor_rollout_ref.rollout.n_gpus_per_node=1",
-            "trainer.hybrid_rollout=true: with trainer.lag=0 training and generation take turns",
-        ),
-        (
-            "trainer.hybrid_rollout=true actor_rollout_ref.rollout.n_gpus_per_node=1 trainer.lag=1",
-            "rollout.mode=sync a batch is one call, which cannot be divided once it runs; use mode=async",
-        ),
         ("trainer.replay.groups=8", "with trainer.staleness above trainer.lag=0, not None"),
         ("trainer.val_only=true", "trainer.val_only=true: there is no validation data"),
         ("trainer.test_freq=5", "trainer.test_freq=5: there is no validation data"),
@@ -422,9 +409,6 @@ def test_a_generating_engine_has_whole_groups_of_ranks_on_each_machine(check):
     message = check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3", f"{pool}=1", "trainer.eval_n_gpus=5")
     assert f"does not divide {pool}=1" in message and "does not divide trainer.eval_n_gpus=5" in message
     assert "does not divide trainer.n_gpus_per_node" not in message
-    hybrid = ("actor_rollout_ref.rollout.mode=async", "trainer.lag=1", "trainer.hybrid_rollout=true", f"{pool}=2")
-    message = check(*tensor_parallel.split(), "trainer.n_gpus_per_node=3", *hybrid)
-    assert f"{ROLLOUT_TP}=2: does not divide trainer.n_gpus_per_node=3" in message
     for mode in ("sync", "async"):
         words = ("trainer.n_gpus_per_node=3", f"{pool}=4", f"actor_rollout_ref.rollout.mode={mode}")
         assert ROLLOUT_TP not in check(*tensor_parallel.split(), *words)

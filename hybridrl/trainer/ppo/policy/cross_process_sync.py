@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.schema.rollout import WeightSyncConfig
 from hybridrl.trainer.ppo.policy.generator import Pending
-from hybridrl.trainer.ppo.policy.weight_sync import PendingPush, Probing, Turn, at_once, probe_of, verify_push
+from hybridrl.trainer.ppo.policy.weight_sync import PendingPush, Probing, Turn, at_once, probe_of
 from hybridrl.workers.weight_transfer.transports import transport_capabilities
 
 
@@ -24,19 +24,15 @@ class CrossProcessWeightSync:
         rollout: Worker group of the rollout.
         settings: Settings `actor_rollout_ref.rollout.weight_sync`.
         overlaps_training: Whether the rollout generates while the actor trains; training must not wait for it then.
-        hybrid: Worker group of the actor, if its processes have a rollout, too.
     """
 
-    def __init__(
-        self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, overlaps_training: bool, hybrid: Any = None
-    ):
+    def __init__(self, actor: Any, rollout: Any, settings: WeightSyncConfig, *, overlaps_training: bool):
         self._actor, self._rollout, self._settings = actor, rollout, settings
         self._overlaps_training = overlaps_training
         self._transport: str | None = None  # None: to be chosen and opened by the next push
         self._version: int | None = None  # of the last push that was started
         self._loaded: tuple[int, Any] | None = None  # version and receipt of the weights that the rollout loaded last
         self.address: Any = None
-        self.trainer_side: TrainerSideRollout | None = None if hybrid is None else TrainerSideRollout(hybrid, self)
 
     def push(self, version: int, turn: Turn = at_once, probing: Probing | None = None) -> Pending:
         """Start a push; the rollout receives in its turn. Opens a channel first if there is none."""
@@ -70,25 +66,12 @@ class CrossProcessWeightSync:
         self._rollout.execute_ranks(ranks, "receive_weights", self._version, self._actor.store_weights.submit()[0])
         self.reset()
 
-    @property
-    def loaded_version(self) -> int | None:
-        """Version of the weights that the rollout loaded last; None before the first push."""
-        return None if self._loaded is None else self._loaded[0]
-
-    def load_into(self, group: Any) -> None:
-        """Load the weights that the rollout loaded last into another group's rollouts, and verify them."""
-        assert self._loaded is not None, "a rollout serves requests only after its first push"
-        version, receipt = self._loaded
-        verify_push(group.receive_weights(version, receipt), version)
-
     def cancel(self, reason: str) -> None:
         if self.address is not None:
             self.address.cancel(reason)
 
     def reset(self) -> None:
         self._transport = None
-        if self.trainer_side is not None:
-            self.trainer_side.reset()
 
     def _open(self) -> str:
         transport = self._settings.transport
@@ -114,38 +97,3 @@ class CrossProcessWeightSync:
         self._loaded = version, receipt
         if self._settings.directory is not None:
             self._actor.drop_stored_weights.submit(version)
-
-
-class TrainerSideRollout:
-    """The rollout in the actor's processes, beside one in processes of its own (`trainer.hybrid_rollout`).
-
-    It generates with the weights of the other one, which are older than the actor's. So it gets them in the same way:
-    from where the actor has stored them at the push.
-
-    Args:
-        group: Worker group of actor and rollout.
-        sync: Pushes to the rollout's own processes.
-    """
-
-    def __init__(self, group: Any, sync: CrossProcessWeightSync):
-        self.group, self._sync = group, sync
-        self._version: int | None = None  # of its weights; None: unknown
-
-    def wake_up(self) -> None:
-        """Hold the weights that the rollout's own processes hold.
-
-        Raises:
-            StaleWeightsError: Some process does not hold them.
-        """
-        self.group.rollout_wake_up()
-        if self._version != self._sync.loaded_version:
-            self._sync.load_into(self.group)
-            self._version = self._sync.loaded_version
-
-    def sleep(self) -> None:
-        """Release the memory that training needs."""
-        self.group.rollout_sleep()
-
-    def reset(self) -> None:
-        """Load the weights again, because a process was replaced or a version repeats."""
-        self._version = None

@@ -51,9 +51,6 @@ class Generator(Protocol):
     def open(self, group: Any, *, resync: Resync | None, concurrent: bool) -> None:
         """Generate on these processes until `close`. Called again after some were replaced.
 
-        Only with `trainer.hybrid_rollout` it also gets `hybrid`, a `TrainerSideRollout`: the rollout in the processes
-        that train, which may generate while the driver waits for responses.
-
         Args:
             group: Worker group of the rollout.
             resync: Sends the current weights to restarted processes; None if they cannot be restarted without the

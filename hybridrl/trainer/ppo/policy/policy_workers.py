@@ -1,11 +1,9 @@
 """`PolicyWorkers`: the worker groups of the policy, and whether its rollout sleeps.
 
-Actor and rollout are placed in one of three ways:
+Actor and rollout are placed in one of two ways:
 
 * Hybrid (`Role.ActorRollout`, `Role.ActorRolloutRef`): weights go from engine to rollout inside each process.
 * Separated (`Role.Actor` and `Role.Rollout`): rank 0 of the actor sends weights, every rollout process receives them.
-* Both (`Role.ActorRollout` and `Role.Rollout`): separated, and the actor's processes have a rollout, too, which
-  generates while the trainer waits (`trainer.hybrid_rollout`).
 
 A job that only validates a model has `Role.Rollout` alone.
 

@@ -180,8 +180,8 @@ class RolloutPipeline:
             return WeightsOfModel(workers.rollout)
         if workers.rollout is workers.hybrid:
             return InProcessWeightSync(workers.hybrid, settings)
-        groups, hybrid = (workers.actor, workers.rollout), workers.hybrid
-        return ppo.CrossProcessWeightSync(*groups, settings, overlaps_training=overlaps_training, hybrid=hybrid)
+        groups = (workers.actor, workers.rollout)
+        return ppo.CrossProcessWeightSync(*groups, settings, overlaps_training=overlaps_training)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -326,8 +326,7 @@ class RolloutPipeline:
         self._open()
 
     def _open(self) -> None:
-        hybrid = {} if self._sync.trainer_side is None else {"hybrid": self._sync.trainer_side}
-        self.generator.open(self.workers.rollout, resync=self._sync.resend, concurrent=self._concurrent, **hybrid)
+        self.generator.open(self.workers.rollout, resync=self._sync.resend, concurrent=self._concurrent)
 
     # -- snapshot
 

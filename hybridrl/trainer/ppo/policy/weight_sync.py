@@ -27,11 +27,9 @@ class WeightSync(Protocol):
 
     Attributes:
         address: Address of the open channel between processes, None without one.
-        trainer_side: A `TrainerSideRollout`: that in the actor's processes, beside one in its own; None without it.
     """
 
     address: Any
-    trainer_side: Any
 
     @property
     def resend(self) -> Callable[[Sequence[int]], None] | None:
@@ -65,7 +63,6 @@ class InProcessWeightSync:
     """Pushes inside processes that hold both actor and rollout."""
 
     address: Any = None
-    trainer_side: Any = None
     resend: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, group: Any, settings: WeightSyncConfig):
@@ -101,7 +98,6 @@ class WeightsOfModel:
     """
 
     address: Any = None
-    trainer_side: Any = None
     resend = staticmethod(lambda ranks: None)
 
     def __init__(self, group: Any):
