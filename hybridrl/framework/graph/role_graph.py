@@ -6,9 +6,9 @@ text, in Graphviz's DOT language, or as a picture.
 
 from dataclasses import dataclass
 
+from hybridrl.driver.terminal import text_table
 from hybridrl.framework.graph.drawing import Box, Line, to_svg
 from hybridrl.framework.graph.stage_graph import DRIVER_COLOUR, PALETTE, quoted
-from hybridrl.framework.graph.text_table import text_table
 
 HEADER = ("role", "processes", "pool", "runs", "feeds", "gives its weights to")
 KINDS = {"feeds": "data", "weights": "state"}  # kind of an edge -> kind of its line in a picture

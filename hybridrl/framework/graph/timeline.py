@@ -18,8 +18,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridrl.driver.terminal import text_table
 from hybridrl.errors import DataError
-from hybridrl.framework.graph.text_table import text_table
 from hybridrl.single_controller.monitoring.tracing import DRIVER, SUFFIX, TRACE
 
 STEPS, MAIN = "steps", "MainThread"

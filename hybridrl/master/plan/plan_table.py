@@ -6,6 +6,7 @@ Used by dry runs and by `hybridrl job graph`.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from hybridrl.driver.terminal import text_table
 from hybridrl.master.plan.spec import EdgeSpec
 from hybridrl.single_controller.placement.feasibility import format_amount
 from hybridrl.single_controller.placement.plan import Plan, PoolPlan, ProcessPlan, Reservation
@@ -29,12 +30,8 @@ def plan_table(plan: Plan, edges: Sequence[EdgeSpec] = ()) -> str:
     flows = [
         f"{edge.source} {'feeds' if edge.kind == 'feeds' else 'gives its weights to'} {edge.target}" for edge in edges
     ]
-    return (
-        "\n".join(
-            [title, "", *_table(GROUPS, groups), "", *_table(PROCESSES, processes), *([""] if flows else []), *flows]
-        )
-        + "\n"
-    )
+    tables = [title, "", *text_table(GROUPS, groups), "", *text_table(PROCESSES, processes)]
+    return "\n".join([*tables, *([""] if flows else []), *flows]) + "\n"
 
 
 def _group_row(one: Reservation, pool: PoolPlan, job: str) -> list[str]:
@@ -82,9 +79,3 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 def _environment(environment: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in environment.items())
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

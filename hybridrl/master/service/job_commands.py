@@ -5,12 +5,12 @@ They read from a job's master, or from its journal.
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from hybridrl.driver import ray_cluster
 from hybridrl.driver.ray_cluster import AUTO
+from hybridrl.driver.terminal import text_table
 from hybridrl.errors import CallTimeout, ConfigError
 from hybridrl.master.service import run_journals
 from hybridrl.master.service.client import list_masters
@@ -52,7 +52,7 @@ def list_jobs() -> str:
     described = _describe_all(list_masters())
     if not described:
         return f"no job runs on the Ray cluster at {_cluster()}\n"
-    rows = [("RUN", "JOB", "STATE", "STEP", "PROCESSES", "FOR")]
+    rows = []
     for run, description in sorted(described.items()):
         alive = sum(worker["state"] == "alive" for worker in description["workers"].values())
         minutes = f"{(time.time() - description['started']) / 60:.0f} min"
@@ -66,7 +66,8 @@ def list_jobs() -> str:
                 minutes,
             )
         )
-    return f"Ray cluster at {_cluster()}\n{_table(rows)}"
+    table = text_table(("RUN", "JOB", "STATE", "STEP", "PROCESSES", "FOR"), rows, is_ruled=False)
+    return "\n".join([f"Ray cluster at {_cluster()}", *table]) + "\n"
 
 
 def status(job: str, address: str | None) -> str:
@@ -215,7 +216,7 @@ def _status_text(description: dict[str, Any], *, live: bool) -> str:
     lines.append(f"last commit: {description['commit'] or 'none'}{at_step}")
     if description["metrics"]:
         lines.append("metrics: " + ", ".join(f"{name} {value:g}" for name, value in description["metrics"].items()))
-    rows = [("PROCESS", "STATE", "PID", "INCARNATION", "MEMORY", "DOES")]
+    rows = []
     for slot, worker in sorted(description["workers"].items(), key=lambda item: (item[0] not in DRIVERS, item[0])):
         beat, activity = description["beats"].get(slot, {}), description["activities"].get(slot)
         memory = f"{beat['memory'] / 2**30:.2f} GiB" if "memory" in beat else "-"
@@ -223,7 +224,7 @@ def _status_text(description: dict[str, Any], *, live: bool) -> str:
             "-" if activity is None else f"{activity['method'] or 'idle'} for {activity['elapsed_s']:.0f} s"
         )
         rows.append((slot, worker["state"], str(worker["pid"]), str(worker["incarnation"]), memory, does))
-    lines.append(_table(rows).rstrip())
+    lines += text_table(("PROCESS", "STATE", "PID", "INCARNATION", "MEMORY", "DOES"), rows, is_ruled=False)
     for name, listed in (("failure", "failures"), ("decision", "decisions"), ("warning", "warnings")):
         lines += [f"{name}: {text}" for text in description[listed]]
     if not description["is_durable"]:
@@ -241,10 +242,3 @@ def _line(entry: JournalEntry) -> str:
         if value not in ("", (), {}) and name not in HIDDEN_FIELDS
     )
     return f"{when}  {type(entry.event).__name__:<19} {words}"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows
-    )
