@@ -79,27 +79,12 @@ def tokens(run: Run, query: Query) -> dict[str, Any]:
     return {"tokens": None if found is None else _without_infinities(found)}
 
 
-def settings(run: Run, query: Query) -> dict[str, Any]:
-    """Return all settings with their defaults."""
-    return run.settings.table()
-
-
 def timeline(run: Run, query: Query) -> dict[str, Any]:
     """Return the timeline of the steps `first` to `last`."""
     first, last = (int(_number(query, name, -1)) for name in ("first", "last"))
     return run.timeline.window(
         job=query.get("job", ""), first=None if first < 0 else first, last=None if last < 0 else last
     )
-
-
-def failures(run: Run, query: Query) -> dict[str, Any]:
-    """Return the journals of the run's masters, and the repeated steps."""
-    return run.failures.read()
-
-
-def ledger(run: Run, query: Query) -> dict[str, Any]:
-    """Return the sums of the step ledger."""
-    return run.ledger.read()
 
 
 def graph(run: Run, query: Query) -> bytes:
@@ -116,10 +101,10 @@ VIEWS: dict[str, Callable[[Run, Query], Any]] = {
     "series": series,
     "samples": samples,
     "tokens": tokens,
-    "settings": settings,
+    "settings": lambda run, query: run.settings.table(),
     "timeline": timeline,
-    "failures": failures,
-    "ledger": ledger,
+    "failures": lambda run, query: run.failures.read(),
+    "ledger": lambda run, query: run.ledger.read(),
     "graph.svg": graph,
 }
 
