@@ -170,6 +170,12 @@ def find_leftover_groups(job: str) -> "dict[str, PlacementGroup]":
     return {entry["name"]: PlacementGroup(PlacementGroupID.from_hex(entry["placement_group_id"])) for entry in entries}
 
 
+def groups_of_nodes(prefix: str) -> "list[PlacementGroup]":
+    """Return the placement groups PREFIX/node-0, PREFIX/node-1 and so on, including those of a previous driver."""
+    found = {name.removeprefix(f"{prefix}/node-"): group for name, group in find_leftover_groups(prefix).items()}
+    return [found[number] for number in sorted(filter(str.isdigit, found), key=int)]
+
+
 def remove_leftover_groups(job: str) -> None:
     """Remove all placement groups with a job's name."""
     remove(list(find_leftover_groups(job).values()))

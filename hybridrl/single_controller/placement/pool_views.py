@@ -4,11 +4,11 @@ The pools are views: their bundles belong to the pool that reserved them, and on
 """
 
 import itertools
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import PlacementError
+from hybridrl.single_controller.placement.placement_groups import groups_of_nodes
 from hybridrl.single_controller.placement.plan import ProcessPlan
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool, Slot
 
@@ -147,21 +147,9 @@ def attach_resource_pool(name_prefix: str) -> RayResourcePool:
     Raises:
         PlacementError: no pool has this name.
     """
-    from ray._raylet import PlacementGroupID
-    from ray.util.placement_group import PlacementGroup, placement_group_table
-
-    name = re.compile(rf"{re.escape(name_prefix)}/node-(\d+)")
-    entries = [
-        (name.fullmatch(entry["name"]), entry)
-        for entry in placement_group_table().values()
-        if entry["state"] == "CREATED"
-    ]
-    found = sorted(((int(match[1]), entry) for match, entry in entries if match), key=lambda pair: pair[0])
-    if not found:
+    if not (groups := groups_of_nodes(name_prefix)):
         raise PlacementError(f"no reserved pool on this cluster is named {name_prefix!r}")
-    bundles = [entry["bundles"] for _, entry in found]
-    pool = RayResourcePool(
-        [len(b) for b in bundles], use_gpu="GPU" in bundles[0][0], name_prefix=name_prefix, detached=True
-    )
-    pool.use_groups([PlacementGroup(PlacementGroupID.from_hex(entry["placement_group_id"])) for _, entry in found])
+    sizes, use_gpu = [group.bundle_count for group in groups], "GPU" in groups[0].bundle_specs[0]
+    pool = RayResourcePool(sizes, use_gpu, name_prefix, detached=True)
+    pool.use_groups(groups)
     return pool

@@ -28,7 +28,7 @@ from hybridrl.single_controller.monitoring.process import report_decision, repor
 from hybridrl.single_controller.placement.feasibility import check_feasible, largest_fitting, slots_on_node
 from hybridrl.single_controller.placement.node_loss import alive_capacities
 from hybridrl.single_controller.placement.placement_groups import (
-    find_leftover_groups,
+    groups_of_nodes,
     num_created,
     remove,
     request,
@@ -127,7 +127,8 @@ class ElasticRanks(RankPolicy):
         if is_first:  # a cluster that has lost all its GPUs must not make this a run on CPUs
             self._manager.use_gpu = "GPU" in self._bundle()
         if reattach:
-            self._manager.resize(self._pool, _leftover_sizes(job, self._pool) or self._full)
+            sizes = [group.bundle_count for group in groups_of_nodes(f"{job}/{self._pool}")]
+            self._manager.resize(self._pool, sizes or self._full)
         elif is_first:
             self._choose(wait_s=self._timeout_s)
         return make_plan()
@@ -277,13 +278,3 @@ class ElasticRanks(RankPolicy):
         )
         logger.warning("%s; updates are the same with any number of ranks", text)
         report_ranks(sizes, text)
-
-
-def _leftover_sizes(job: str, pool: str) -> list[int]:
-    """Return the slots per node of a pool that a previous driver has reserved."""
-    found: Mapping[str, Any] = find_leftover_groups(job)
-    prefix = f"{job}/{pool}/node-"
-    numbers = {
-        name.removeprefix(prefix): group.bundle_count for name, group in found.items() if name.startswith(prefix)
-    }
-    return [numbers[number] for number in sorted((n for n in numbers if n.isdigit()), key=int)]
