@@ -11,7 +11,7 @@ import pytest
 from tests.support.end_to_end.runs import settings
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "tensordict", "ray", "transformers", "vllm", "megatron", "datasets", "matplotlib")
+HEAVY = ("torch", "torch._dynamo", "tensordict", "ray", "transformers", "vllm", "megatron", "datasets", "matplotlib")
 
 
 LIGHT = (

@@ -20,10 +20,10 @@ from typing import Any, Self, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from hybridrl.data_plane import columns, conversion, merging, serialization
 from hybridrl.data_plane.chunking import AUTO_PADDING_KEY
+from hybridrl.data_plane.conversion import TensorDict
 from hybridrl.data_plane.merging import (
     list_of_dict_to_dict_of_list,
     select_entries,

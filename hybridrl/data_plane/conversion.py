@@ -1,14 +1,37 @@
 """Convert a batch: to one TensorDict that also holds non-tensors, and to text."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from hybridrl.data_plane.columns import num_bytes, one_object_per_row
 from hybridrl.errors import DataError
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Let tensordict be imported without torch's compiler, which takes 2 s of CPU in every process.
+
+    It marks two functions for the compiler, which loads it. The marks matter to compiled code that copies or locks a
+    TensorDict, and there is none here.
+    """
+    marks = {name: getattr(torch.compiler, name) for name in ("allow_in_graph", "assume_constant_result")}
+    for name in marks:
+        setattr(torch.compiler, name, lambda function: function)
+    try:
+        yield
+    finally:
+        for name, mark in marks.items():
+            setattr(torch.compiler, name, mark)
+
+
+with _without_compiler():
+    from tensordict import NonTensorData as NonTensorData
+    from tensordict import NonTensorStack as NonTensorStack
+    from tensordict import TensorDict as TensorDict
 
 Parts = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from tensordict import TensorDict
 
 from hybridrl.data_plane.columns import C, concat_rows, deep_equal
-from hybridrl.data_plane.conversion import plain_value
+from hybridrl.data_plane.conversion import TensorDict, plain_value
 from hybridrl.errors import DataError
 
 D = TypeVar("D", bound=dict)

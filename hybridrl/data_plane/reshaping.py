@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from hybridrl.data_plane.batch import DataProto
 from hybridrl.data_plane.columns import Column, jagged_dim, jagged_offsets, without_holes
+from hybridrl.data_plane.conversion import TensorDict
 from hybridrl.data_plane.merging import concat_columns
 from hybridrl.data_plane.serialization import flat_bytes
 from hybridrl.errors import DataError

@@ -21,12 +21,12 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from hybridrl.data_plane import columns
 from hybridrl.data_plane.chunking import AUTO_PADDING_KEY, DataProtoConfig, even_bounds
 from hybridrl.data_plane.columns import RowIndex
+from hybridrl.data_plane.conversion import TensorDict
 from hybridrl.data_plane.merging import select_entries
 from hybridrl.errors import DataError
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from hybridrl.data_plane.columns import jagged_dim, jagged_offsets, private_copy, without_holes
+from hybridrl.data_plane.conversion import TensorDict
 from hybridrl.data_plane.meta_info import GenerationRequest, UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.system.atomic_write import atomic_write

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from hybridrl.data_plane.batch import DataProto
 from hybridrl.data_plane.columns import (
@@ -23,7 +22,7 @@ from hybridrl.data_plane.columns import (
     jagged_dim,
     jagged_offsets,
 )
-from hybridrl.data_plane.conversion import non_tensor_stack, plain_value
+from hybridrl.data_plane.conversion import NonTensorData, NonTensorStack, TensorDict, non_tensor_stack, plain_value
 from hybridrl.data_plane.merging import list_of_dict_to_dict_of_list
 from hybridrl.data_plane.merging import union_tensor_dict as union_tensor_dict
 from hybridrl.data_plane.reshaping import pad_dataproto_to_divisor, unpad_dataproto
