@@ -4,7 +4,7 @@ Called by `server` in a thread, with the run's lock held. A parameter that does 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from multidict import MultiMapping
@@ -70,13 +70,12 @@ def samples(run: Run, query: Query) -> dict[str, Any]:
     answer = store.page(wanted, after=_place(query.get("after", "")), limit=max(1, int(_number(query, "limit", 20))))
     steps = store.steps()
     found = {"steps": [steps[0], steps[-1]] if steps else None, "setting": SAMPLE_SETTINGS[kind]}
-    return _without_infinities(answer | found)
+    return answer | found
 
 
 def tokens(run: Run, query: Query) -> dict[str, Any]:
     """Return the tokens of one sample; `tokens` is null if the run did not record them."""
-    found = run.samples("rollout").tokens(int(_number(query, "step", 0)), query.get("id", ""))
-    return {"tokens": None if found is None else _without_infinities(found)}
+    return {"tokens": run.samples("rollout").tokens(int(_number(query, "step", 0)), query.get("id", ""))}
 
 
 def timeline(run: Run, query: Query) -> dict[str, Any]:
@@ -136,12 +135,3 @@ def _place(text: str) -> Place | None:
         raise BadRequest(f"after={text}: must be three numbers, `next` of an earlier answer")
     step, part, row = map(int, parts)
     return step, part, row
-
-
-def _without_infinities(value: Any) -> Any:
-    """Return plain data with text for numbers that JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {name: _without_infinities(entry) for name, entry in value.items()}
-    return [_without_infinities(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -204,7 +204,7 @@ class ViewServer:
 
 
 def _text(value: Any) -> str:
-    """Return JSON as browsers read it: what is not finite is null."""
+    """Return JSON as browsers read it: numbers that are not finite are texts."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
@@ -216,7 +216,7 @@ def _finite(value: Any) -> Any:
         return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _json(value: Any, *, status: int = 200) -> web.Response:
