@@ -7,7 +7,6 @@ program writes through `show` and `show_error`, and logs through `TerminalFormat
 import logging
 import re
 import sys
-from collections.abc import Sequence
 
 # All but the line's end and the tab; also signs that reverse the order of what follows, and halves of surrogate pairs.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -34,30 +33,6 @@ def show_error(text: str) -> None:
     """Write `printable` text to standard error."""
     sys.stderr.write(printable(text))
     sys.stderr.flush()
-
-
-def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, is_ruled: bool = True, num_left: int | None = None
-) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their cells.
-
-    Args:
-        header: Titles of the columns.
-        rows: One cell per column.
-        is_ruled: A line below the titles.
-        num_left: The first columns, aligned on the left; those after them on the right. None: all are on the left.
-    """
-    left = range(len(header) if num_left is None else num_left)
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, *([["-" * width for width in widths]] if is_ruled else []), *rows]
-    padded = (
-        [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    )
-    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 class TerminalFormatter(logging.Formatter):

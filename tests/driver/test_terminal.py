@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hybridrl.driver.terminal import one_line, printable, text_table
+from hybridrl.driver.terminal import one_line, printable
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J\x9b31m\r\b\x7f\u202e\ud800"
 
@@ -48,21 +48,3 @@ def test_a_program_prints_logs_and_fails_without_them(error):
     assert "shown" in done.stdout and "validation" in done.stdout and "logged" in done.stderr
     assert done.stderr.count("title") >= 3
     assert not {*"\x1b\x07\x9b\r\b\x7f\u202e"} & {*done.stdout, *done.stderr}
-
-
-def test_columns_are_as_wide_as_their_widest_cell_and_lines_end_with_their_text():
-    # Widths 5 (the title) and 4 (the second cell); the last cell of the first row ends the line.
-    assert text_table(("stage", "s"), [("a", "1"), ("bc", "23.4")]) == [
-        "stage  s",
-        "-----  ----",
-        "a      1",
-        "bc     23.4",
-    ]
-
-
-def test_columns_after_the_first_ones_may_be_aligned_on_the_right():
-    assert text_table(("stage", "s"), [("a", "1"), ("bc", "23.4")], is_ruled=False, num_left=1) == [
-        "stage     s",
-        "a         1",
-        "bc     23.4",
-    ]

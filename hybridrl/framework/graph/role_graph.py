@@ -6,7 +6,7 @@ text, in Graphviz's DOT language, or as a picture.
 
 from dataclasses import dataclass
 
-from hybridrl.driver.terminal import text_table
+from hybridrl.driver.text_table import text_table
 from hybridrl.framework.graph.drawing import Box, Line, to_svg
 from hybridrl.framework.graph.stage_graph import DRIVER_COLOUR, PALETTE, quoted
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
-from hybridrl.driver.terminal import text_table
+from hybridrl.driver.text_table import text_table
 from hybridrl.errors import ConfigError
 from hybridrl.framework.graph.drawing import Box, Line, to_svg
 from hybridrl.framework.stage import StageSpec

@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.driver.terminal import text_table
+from hybridrl.driver.text_table import text_table
 from hybridrl.errors import DataError
 from hybridrl.single_controller.monitoring.tracing import DRIVER, SUFFIX, TRACE
 

@@ -6,7 +6,7 @@ Used by dry runs and by `hybridrl job graph`.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from hybridrl.driver.terminal import text_table
+from hybridrl.driver.text_table import text_table
 from hybridrl.master.plan.spec import EdgeSpec
 from hybridrl.single_controller.placement.feasibility import format_amount
 from hybridrl.single_controller.placement.plan import Plan, PoolPlan, ProcessPlan, Reservation

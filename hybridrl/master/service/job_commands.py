@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.driver import ray_cluster
 from hybridrl.driver.ray_cluster import AUTO
-from hybridrl.driver.terminal import text_table
+from hybridrl.driver.text_table import text_table
 from hybridrl.errors import CallTimeout, ConfigError
 from hybridrl.master.service import run_journals
 from hybridrl.master.service.client import list_masters
