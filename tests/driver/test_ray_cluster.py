@@ -73,6 +73,13 @@ def start_ray_elsewhere(num_nodes, **environment):
     return run(START.format(num_nodes=num_nodes), **environment)
 
 
+@pytest.fixture(scope="module")
+def head():
+    """The directory and the address of a cluster, for the tests that leave it unharmed."""
+    with ray_head() as found:
+        yield found
+
+
 def test_an_address_where_nothing_answers_is_one_line_at_once(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     (tmp_path / "echo.py").write_text("")
@@ -130,15 +137,15 @@ def test_an_actor_lives_on_a_cluster_without_tokens():
     assert done.returncode == 0 and done.stdout.split() == ["1", "2"], done.stderr
 
 
-def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_job_of_one_starts_its_own():
-    with ray_head() as (folder, address):
-        for num_nodes, named in ((2, {}), (1, {"RAY_ADDRESS": address})):
-            done = start_ray_elsewhere(num_nodes, **own(folder), **named)
-            assert "'mark': 7.0" in done.stdout, done.stderr
-            assert re.fullmatch(
-                rf"connected to the Ray cluster at [0-9.]+:{address.rpartition(':')[2]}, machines: 1\n", done.stderr
-            )
-        done = start_ray_elsewhere(1, **own(folder))
+def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_job_of_one_starts_its_own(head):
+    folder, address = head
+    for num_nodes, named in ((2, {}), (1, {"RAY_ADDRESS": address})):
+        done = start_ray_elsewhere(num_nodes, **own(folder), **named)
+        assert "'mark': 7.0" in done.stdout, done.stderr
+        assert re.fullmatch(
+            rf"connected to the Ray cluster at [0-9.]+:{address.rpartition(':')[2]}, machines: 1\n", done.stderr
+        )
+    done = start_ray_elsewhere(1, **own(folder))
     address = re.search(r"Ray runs at ([0-9.]+:\d+): hybridrl job ls --address \1\n", done.stderr)
     assert done.returncode == 0 and "'mark'" not in done.stdout and address, done.stderr
 
@@ -152,8 +159,9 @@ def test_a_job_of_several_machines_without_a_cluster_is_refused_unless_it_says_l
     assert done.returncode == 0 and "CPU" in done.stdout
 
 
-def test_with_two_clusters_on_the_machine_no_command_picks_one_and_both_are_named():
-    with ray_head() as (folder, address), ray_head() as (_, other):
+def test_with_two_clusters_on_the_machine_no_command_picks_one_and_both_are_named(head):
+    folder, address = head
+    with ray_head() as (_, other):
         codes = [LS, LS.replace("'ls'", "'status', 'job-1'"), LS.replace("'ls'", "'stop', 'job-1'")]
         for done in run_in_one_process(codes, environment=variables(**own(folder))):
             assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
