@@ -64,6 +64,8 @@ class Connections:
             RequestError: It is too large or too slow, or too many others are being received.
         """
         parts, size = [], 0
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MB", status=413)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for part in request.content.iter_any():

@@ -17,10 +17,10 @@ ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789"
 
 
 @pytest.fixture
-def call(worker, tmp_path):
+def call(computation, tmp_path):
     """`call(*requests)`: send (method, path, options) one after the other; return (status, body) of each."""
     tenants = Tenants({ALICE: Tenant("alice"), BOB: Tenant("bob")})
-    service = make_service(worker, tmp_path / "store", tenants=tenants)
+    service = make_service(computation, tmp_path / "store", tenants=tenants)
     service.start()
 
     async def send_all(requests):
@@ -69,6 +69,7 @@ def test_web_pages_of_other_origins_get_no_answer(call):
         ({"data": b"[1]"}, 400, "send an object"),
         ({"data": b"[" * 100_000}, 400, "no JSON"),
         ({"data": b"x" * (17 << 20)}, 413, "more than 16 MB"),
+        ({"data": b"x", "headers": {"X-API-Key": ALICE, "Content-Length": str(1 << 30)}}, 413, "more than 16 MB"),
         ({"data": b"x", "headers": {"X-API-Key": ALICE, "Content-Encoding": "zstd"}}, 415, "Content-Encoding"),
         ({"json": {"session_id": "0123456789abcdef", "model_seq_id": 0}}, 404, "no session"),
     ],
@@ -138,7 +139,7 @@ def test_an_answer_that_is_not_there_yet_is_status_408(call, monkeypatch):
     assert answers[3][0] == 409
 
 
-def test_without_keys_only_this_machine_is_served(worker, tmp_path):
-    service = make_service(worker, tmp_path / "store")
+def test_without_keys_only_this_machine_is_served(computation, tmp_path):
+    service = make_service(computation, tmp_path / "store")
     with pytest.raises(ConfigError, match="name a file by --keys"):
         TrainingEndpoint(service, host="0.0.0.0", port=0)
