@@ -61,18 +61,22 @@ chaos: .venv/test.stamp ## kill processes in the middle of a run, and resume
 # openenv, verifiers and vLLM need different versions of the same packages, and harbor another Python. Agents are programs of their own.
 # PYTHON312=... where it is elsewhere. It is run, because pyenv puts files of that name on the PATH that only print an error.
 PYTHON312 = $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null))
-PACKAGES = openenv verifiers agents $(if $(PYTHON312),harbor)
-environments: .venv/test.stamp ## the adapters of openenv, verifiers and harbor, and agents of PyPI, in environments of their own
+PACKAGES = openenv verifiers agents tinker $(if $(PYTHON312),harbor)
+SITE = -c 'import site; print(site.getsitepackages()[0])'
+environments: .venv/test.stamp ## the adapters of openenv, verifiers and harbor, agents of PyPI, Tinker's SDK, in environments of their own
 	$(if $(PYTHON312),,@echo "no Python 3.12: the tests with harbor are skipped; PYTHON312=... names one")
 	@for package in $(PACKAGES); do \
 	  echo "set-up: .venv-$$package"; \
 	  python=$(PYTHON); if [ $$package = harbor ]; then python=$(PYTHON312); fi; \
 	  test -x .venv-$$package/bin/pip || $$python -m venv .venv-$$package || exit 1; \
+	  if [ $$package = tinker ]; then $(PYTHON) $(SITE) >"$$(.venv-tinker/bin/python $(SITE))/parent.pth"; fi; \
 	  .venv-$$package/bin/pip install -q -r requirements/$$package.txt || exit 1; \
 	done
+	.venv-tinker/bin/pip install -q --no-deps tinker-cookbook==0.6.1
 	HYBRIDRL_HARBOR_PYTHON=$(if $(PYTHON312),$(CURDIR)/.venv-harbor/bin/python) \
 	HYBRIDRL_OPENENV_PYTHON=$(CURDIR)/.venv-openenv/bin/python HYBRIDRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
-	HYBRIDRL_AGENTS_PYTHON=$(CURDIR)/.venv-agents/bin/python $(PYTHON) -m pytest -q -m "slow or not slow" \
+	HYBRIDRL_AGENTS_PYTHON=$(CURDIR)/.venv-agents/bin/python HYBRIDRL_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
+	  $(PYTHON) -m pytest -q -m "slow or not slow" tests/training_service/test_program.py tests/training_service/test_messages.py \
 	  tests/serving/environments tests/serving/sessions/test_pypi_agents.py tests/examples/test_black_box_agent.py
 
 lock: .venv/lint.stamp ## resolve requirements/cuda.txt again: versions for Linux with an NVIDIA driver; installs nothing else

@@ -1,20 +1,22 @@
 import importlib.util
-from importlib.metadata import PackageNotFoundError, distribution
+import os
+import subprocess
+from importlib.metadata import distributions
 
 import pytest
 from google.protobuf import descriptor_pb2
 
 from hybridrl.training_service.messages import messages
 
-SDK = "0.38."
+SDK, SDK_PYTHON = "0.38.", "HYBRIDRL_TINKER_PYTHON"
 
 
 def sdk_schema():
-    """The schema in the installed SDK. Its module is loaded alone: the SDK itself needs more packages."""
-    try:
-        found = distribution("tinker")
-    except PackageNotFoundError:
-        pytest.skip("the SDK is not installed (pip install 'tinker>=0.38,<0.39')")
+    """The schema in the SDK of another environment. Its module is loaded alone: the SDK itself needs more packages."""
+    if (python := os.environ.get(SDK_PYTHON)) is None:
+        pytest.skip(f"{SDK_PYTHON} is not set: make environments")
+    site = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
+    [found] = distributions(name="tinker", path=[site])
     path = found.locate_file("tinker/proto/tinker_public_pb2.py")
     spec = importlib.util.spec_from_file_location("tinker_public_pb2_alone", path)
     module = importlib.util.module_from_spec(spec)

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,17 @@ from hybridrl.errors import ConfigError
 from hybridrl.training_service.program import ServiceOptions, open_service
 
 ROOT = Path(__file__).parents[2]
-SDK_LOOP = ROOT / "tests" / "support" / "training_service" / "sdk_loop.py"
-SDK_PACKAGES = ("tinker", "pyqwest", "orjson", "zstandard", "distro")
-NUM_KILLS = 10
+PROGRAMS = ROOT / "tests" / "support" / "training_service"
+SDK_PYTHON = "HYBRIDRL_TINKER_PYTHON"  # environment variable: an interpreter with the SDK and the cookbook
+NUM_KILLS = int(os.environ.get("HYBRIDRL_NUM_KILLS", "10"))
 
 
 @pytest.fixture
-def needs_sdk():
-    if absent := [name for name in SDK_PACKAGES if find_spec(name) is None]:
-        pytest.skip(f"no {', '.join(absent)} (pip install 'tinker>=0.38,<0.39')")
+def sdk_python():
+    """An interpreter that has the SDK."""
+    if (found := os.environ.get(SDK_PYTHON)) is None:
+        pytest.skip(f"{SDK_PYTHON} is not set: make environments")
+    return found
 
 
 def free_port():
@@ -64,9 +65,9 @@ def server(tiny_qwen2, tmp_path):
     found.kill()
 
 
-def start_loop(server):
-    command = [sys.executable, str(SDK_LOOP), f"http://127.0.0.1:{server.port}", "tiny"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+def start_loop(server, python, *arguments, program="sdk_loop.py"):
+    command = [python, str(PROGRAMS / program), f"http://127.0.0.1:{server.port}", "tiny", *map(str, arguments)]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
     )
@@ -78,20 +79,42 @@ def output_of(loop):
     return out
 
 
-def test_a_client_with_the_sdk_trains_samples_and_loads(needs_sdk, server):
-    assert output_of(start_loop(server)).startswith("done: ")
+def test_a_client_with_the_sdk_trains_samples_and_loads(sdk_python, server):
+    assert output_of(start_loop(server, sdk_python)).startswith("done: ")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_loop_of_the_sdk_survives_kills_of_the_server_with_the_same_losses(needs_sdk, server):
-    undisturbed, rng = output_of(start_loop(server)), random.Random(0)
-    loop, kills = start_loop(server), 0
+def test_the_loop_of_the_sdk_survives_kills_of_the_server_with_the_same_losses(sdk_python, server):
+    undisturbed, rng = output_of(start_loop(server, sdk_python)), random.Random(0)
+    loop, kills = start_loop(server, sdk_python), 0
     while loop.poll() is None and kills < NUM_KILLS:
         with contextlib.suppress(subprocess.TimeoutExpired):
             loop.wait(rng.uniform(0.02, 0.3))  # of about three seconds of work
         server.kill()
         server.start()
+        kills += 1
+    assert kills > 2
+    assert output_of(loop) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_client_that_is_killed_goes_on_from_its_last_checkpoint_with_the_same_losses(sdk_python, server, tmp_path):
+    def start(name):
+        return start_loop(server, sdk_python, tmp_path / name, program="sdk_resume.py")
+
+    started = time.monotonic()
+    undisturbed, rng, kills = output_of(start("undisturbed")), random.Random(1), 0
+    longest_s = time.monotonic() - started
+    while True:
+        loop = start("killed")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            loop.wait(rng.uniform(0.3, 1.0) * longest_s if kills < NUM_KILLS else None)
+        if loop.poll() is not None:
+            break
+        loop.kill()
+        loop.communicate()
         kills += 1
     assert kills > 2
     assert output_of(loop) == undisturbed
