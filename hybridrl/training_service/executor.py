@@ -1,4 +1,6 @@
-"""`JobExecutor`: one thread that computes for all models and samplers, one job at a time, in turns.
+"""`JobExecutor`: one thread that computes for models and samplers, one job at a time, in turns.
+
+In one process there is one; on Ray the trainers and each replica have one of their own, with the same lock.
 
 A lane is a model, whose operations run in order, or a version that is sampled. The tenant that has used the least time
 gets the next turn, and of its lanes the one that has waited longest. The service adds lanes; lanes know what to run.
@@ -8,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 LOOK_PERIOD_S = 60.0  # between two looks at lanes that nothing has changed
@@ -34,8 +36,8 @@ class JobExecutor:
         lock: Guards the lanes and what their jobs are taken from.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, lock: Any = None) -> None:
+        self.lock = lock or threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._lanes: dict[str, Lane] = {}  # in the order of their turns
         self._used: dict[str, float] = {}  # tenant -> seconds

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import ConfigError, DataError
+from hybridrl.trainer.run.tracking import METRICS_FILE
 from hybridrl.training_service import wire
 from hybridrl.training_service.computation.adapter_slots import TrainedLayers
-from hybridrl.training_service.state.ledger import Operation, StoredAnswer, failure
+from hybridrl.training_service.computation.groups import LOST, MAX_LOSSES, Computation
+from hybridrl.training_service.state.ledger import Operation, StoredAnswer, failure, has_failed
 from hybridrl.training_service.state.records import ClientSession, Sampler, TrainedModel
 from hybridrl.training_service.state.store import SCHEME, Entry, Store, entry_text, expiry, read_entry
 from hybridrl.workers.engine.base import StepOptions
@@ -40,16 +42,25 @@ class ModelLane:
         model: The model.
         session: Its session, which gets the sampling sessions that the model makes.
         store: Where named weights are.
-        worker: The calls of the training worker.
+        computation: Trains.
         lock: The executor's.
         is_full: Whether the server trains all weights.
+        on_loss: Called with the error when trainers were lost; starts them again, and rewinds all models.
     """
 
     def __init__(
-        self, model: TrainedModel, session: ClientSession, *, store: Store, worker: Any, lock: Any, is_full: bool
+        self,
+        model: TrainedModel,
+        session: ClientSession,
+        *,
+        store: Store,
+        computation: Computation,
+        lock: Any,
+        is_full: bool,
+        on_loss: Callable[[Exception], None],
     ):
-        self.model, self._session, self._store, self._worker = model, session, store, worker
-        self._lock, self._is_full = lock, is_full
+        self.model, self._session, self._store, self._computation = model, session, store, computation
+        self._lock, self._is_full, self._on_loss = lock, is_full, on_loss
         self.tenant = model.tenant.name
 
     def next_job(self) -> Callable[[], None] | None:
@@ -57,26 +68,43 @@ class ModelLane:
         return None if operation is None else lambda: self._run(operation)
 
     def recover(self, state: Path) -> None:
-        """Load the state that the model had when the last server ended."""
-        [self.model.adapter] = self._worker.load(self.model.id, str(state), with_optimizer=True)
+        """Load the state that the model had when the last server, or a trainer, ended."""
+        self.model.losses = []
+        self.model.adapter = self._computation.load(self.model.id, state, with_optimizer=True)
 
     def _run(self, operation: Operation) -> None:
-        """Run an operation and store its answer. If it cannot be stored, the model runs nothing more."""
+        """Run an operation and store its answer. If it cannot be stored, the model runs nothing more.
+
+        When trainers were lost, the operations since the last state run again. One that has lost them `MAX_LOSSES`
+        times fails.
+        """
         state = self.model.ledger.state(operation.seq_id)
         try:
-            body = self._result(operation)
-            answer = body if isinstance(body, StoredAnswer) else StoredAnswer(json.dumps(body).encode())
-        except Exception as error:
-            answer = failure(error)
-        has_state = b'"error"' not in answer.body[:9] and operation.kind in (*CREATING, "optim_step")
-        try:
+            answer = self._answer(operation)
+            has_state = not has_failed(answer) and operation.kind in (*CREATING, "optim_step")
             if has_state:
-                note = answer.packed(operation.digest).decode()
-                self._worker.save(self.model.id, str(state), with_optimizer=True, note=note)
+                self._computation.save(self.model.id, state, note=answer.packed(operation.digest).decode())
             with self._lock:
                 self.model.ledger.finish(operation, answer, has_state=has_state)
+        except LOST as error:
+            operation.losses += 1
+            if operation.losses >= MAX_LOSSES and not operation.answer.done():
+                operation.answer.set_result(failure(error))
+            self._on_loss(error)
         except Exception as error:
             self._break(error)
+
+    def _answer(self, operation: Operation) -> StoredAnswer:
+        """Run an operation. One that has failed before has left nothing, and is not run again."""
+        if operation.answer.done() and has_failed(operation.answer.result()):
+            return operation.answer.result()
+        try:
+            body = self._result(operation)
+            return body if isinstance(body, StoredAnswer) else StoredAnswer(json.dumps(body).encode())
+        except LOST:
+            raise
+        except Exception as error:
+            return failure(error)
 
     def _break(self, error: Exception) -> None:
         logger.error("model %s runs nothing more: its state cannot be stored", self.model.id, exc_info=error)
@@ -108,7 +136,7 @@ class ModelLane:
         if kind != "adamw":
             raise ConfigError(f"optimizer_config.type={kind!r} is not supported; use adamw")
         adapter = read_adapter_config(body.get("lora_config"), is_full=self._is_full)
-        self._worker.create(self.model.id, adapter)
+        self._computation.create(self.model.id, adapter)
         self.model.adapter = adapter
         return {"model_id": self.model.id, "type": "create_model"}
 
@@ -119,38 +147,60 @@ class ModelLane:
             raise ConfigError(self.model.refused)
         place, _ = self._store.find(body["path"], owner=self.tenant)
         with_optimizer = bool(body.get("optimizer"))
-        [self.model.adapter] = self._worker.load(self.model.id, str(place), with_optimizer=with_optimizer)
+        self.model.adapter = self._computation.load(self.model.id, place, with_optimizer=with_optimizer)
         return {"path": body["path"], "model_id": self.model.id, "type": "load_weights"}
 
     def _pass(self, operation: Operation) -> StoredAnswer:
         request = wire.read_pass(operation.body)
-        [(log_probs, metrics)] = self._worker.run_pass(self.model.id, request)
-        self.model.loss = metrics["loss:sum"]
+        log_probs, metrics = self._computation.run_pass(self.model.id, request)
+        if not request.forward_only:
+            self.model.losses.append(metrics["loss:sum"])
         return StoredAnswer(wire.pass_output(log_probs, metrics), wire.PROTOBUF)
 
     def _step(self, body: Mapping[str, Any], _: Operation) -> Mapping[str, Any]:
         options = read_step_options(body.get("adam_params") or body.get("optimizer_params") or {})
-        [metrics] = self._worker.optimizer_step(self.model.id, options)
+        metrics = self._computation.optimizer_step(self.model.id, options)
+        self._log_step(metrics, options.lr)
         return {"metrics": metrics, "type": "optim_step"}
+
+    def _log_step(self, metrics: Mapping[str, float], lr: float) -> None:
+        """Append a step to the model's curves, which `hybridrl view` shows. A step that runs again is there twice."""
+        model, now = self.model, time.time()
+        with self._lock:
+            num_waiting = sum(1 for _ in model.ledger.waiting())
+        row = {
+            "step": int(metrics["num_updates:max"]),
+            "train/loss_sum": sum(model.losses),
+            "train/passes": len(model.losses),
+            "train/grad_norm": metrics["grad_norm:mean"],
+            "train/lr": lr,
+            "service/waiting_operations": num_waiting,
+            "service/step_s": now - model.last_step_at,
+        }
+        model.losses, model.last_step_at = [], now
+        directory = self._store.curves(model.id)
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / METRICS_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
     def _save(self, body: Mapping[str, Any], operation: Operation) -> Mapping[str, Any]:
         place, note = self._named(body, operation, "weights")
-        self._worker.save(self.model.id, str(place), with_optimizer=True, note=note)
+        self._computation.save(self.model.id, place, note=note)
         return {"path": self._path(place), "type": "save_weights"}
 
     def _save_for_sampler(self, body: Mapping[str, Any], operation: Operation) -> Mapping[str, Any]:
         kind = "save_weights_for_sampler"
         if body.get("path") is not None:
             place, note = self._named(body, operation, "sampler_weights")
-            self._worker.publish(self.model.id, str(place), note=note)
+            self._computation.publish(self.model.id, place, note=note)
             return {"path": self._path(place), "type": kind}
         number = body.get("sampling_session_seq_id")
         if type(number) is not int or number < 0:
             raise DataError(f"sampling_session_seq_id={number!r}: {kind} needs it, or a name as path")
-        version = str(self._session.directory / "samplers" / str(number))
-        self._worker.publish(self.model.id, version, note=None)
+        version = self._session.directory / "samplers" / str(number)
+        self._computation.publish(self.model.id, version, note=None)
         with self._lock:
-            sampler = self._new_sampler(number, version, is_inflight=body.get("kind") == "inflight")
+            sampler = self._new_sampler(number, str(version), is_inflight=body.get("kind") == "inflight")
         return {"sampling_session_id": sampler.id, "type": kind}
 
     def _new_sampler(self, number: int, version: str, *, is_inflight: bool) -> Sampler:
@@ -164,7 +214,7 @@ class ModelLane:
 
     def _export(self, body: Mapping[str, Any], operation: Operation) -> Mapping[str, Any]:
         place, note = self._named(body, operation, "external_weights")
-        self._worker.export(self.model.id, str(place), note=note)
+        self._computation.export(self.model.id, place, note=note)
         size = sum(file.stat().st_size for file in place.iterdir())
         return {"path": self._path(place), "size_bytes": size, "type": "save_weights_external"}
 

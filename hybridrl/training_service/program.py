@@ -1,6 +1,6 @@
-"""Start a training service in this process.
+"""Start a training service: its worker groups, the store's lock, and the HTTP server if wanted.
 
-It is the training worker, the store's lock, and the HTTP server if wanted.
+The service itself runs in this process. What computes runs here, too, or in processes on Ray.
 """
 
 import asyncio
@@ -10,13 +10,16 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.errors import ConfigError
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
+from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.system.directory_lock import lock_directory
-from hybridrl.training_service.computation.worker import TrainingServiceWorker, WorkerSettings
+from hybridrl.training_service.computation.groups import Computation
+from hybridrl.training_service.computation.worker import SamplingWorker, TrainingServiceWorker, WorkerSettings
 from hybridrl.training_service.http.routes import TrainingEndpoint
 from hybridrl.training_service.service import ServiceSettings, TrainingService
 from hybridrl.training_service.state.store import Store
@@ -38,6 +41,9 @@ class ServiceOptions:
         max_rank: Highest rank of adapters; 0: all weights are trained.
         max_length: Tokens of a sequence; default: the model's limit, at most `DEFAULT_MAX_LENGTH`.
         keys: File with the tenants' keys.
+        backend: "local": all in this process. "ray": each trainer and replica is a process.
+        trainers: Processes that share each pass and the model's memory.
+        replicas: Processes that sample.
     """
 
     model: str
@@ -46,6 +52,9 @@ class ServiceOptions:
     max_rank: int = 32
     max_length: int | None = None
     keys: str | None = None
+    backend: str = "local"
+    trainers: int = 1
+    replicas: int = 1
     session_timeout_s: float = 300.0
     micro_batch_tokens: int = 16384
     device: str = "auto"
@@ -62,6 +71,9 @@ def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
     """
     if options.max_rank < 0 or options.session_timeout_s <= 0 or options.micro_batch_tokens < 1:
         raise ConfigError("--max-rank must be 0 or more, --session-timeout-s and --micro-batch-tokens above 0")
+    num = options.trainers, options.replicas
+    if min(num) < 1 or (options.backend == "local" and max(num) > 1):
+        raise ConfigError(f"--trainers={num[0]} --replicas={num[1]}: must be 1 or more; above 1 needs --backend ray")
     tenants, store = read_tenants(options.keys), Store(Path(options.store).absolute())
     max_length = _max_length(options)
     with lock_directory(str(store.root), timeout_s=LOCK_TIMEOUT_S):
@@ -70,16 +82,39 @@ def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
             options.name or options.model, path, options.max_rank, max_length, options.session_timeout_s
         )
         _check_store(store, settings)
-        group = LocalWorkerGroup(None, ClassWithInitArgs(TrainingServiceWorker, _worker(options, path, max_length)))
-        worker: Any = group.calls  # each call returns a list with one result
-        worker.init_model()
-        [vocabulary] = worker.vocabulary()
-        service = TrainingService(settings, store, worker=worker, vocabulary=vocabulary, tenants=tenants)
-        service.start()
+        computation = _computation(options, _worker(options, path, max_length))
         try:
-            yield service
+            computation.start()
+            service = TrainingService(settings, store, computation=computation, tenants=tenants)
+            service.start()
+            try:
+                yield service
+            finally:
+                service.stop()
         finally:
-            service.stop()
+            computation.shutdown()
+
+
+def _computation(options: ServiceOptions, worker: WorkerSettings) -> Computation:
+    """Return the worker groups, in this process or on Ray, which is started if there is none."""
+    if options.backend == "local":
+        return Computation(
+            LocalWorkerGroup(None, ClassWithInitArgs(TrainingServiceWorker, worker), role="trainer"),
+            LocalWorkerGroup(None, ClassWithInitArgs(SamplingWorker, worker), role="replica"),
+            is_shared=True,
+        )
+    start_ray()
+    trainers = RayWorkerGroup(
+        RayResourcePool([options.trainers]), RayClassWithInitArgs(TrainingServiceWorker, worker), role="trainer"
+    )
+    try:
+        replicas = RayWorkerGroup(
+            RayResourcePool([options.replicas]), RayClassWithInitArgs(SamplingWorker, worker), role="replica"
+        )
+    except BaseException:
+        trainers.shutdown()
+        raise
+    return Computation(trainers, replicas, is_shared=False)
 
 
 def _worker(options: ServiceOptions, path: str, max_length: int) -> WorkerSettings:

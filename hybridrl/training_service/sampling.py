@@ -15,6 +15,7 @@ import numpy as np
 
 from hybridrl.errors import DataError
 from hybridrl.training_service import wire
+from hybridrl.training_service.computation.groups import LOST, MAX_LOSSES, Replica
 from hybridrl.training_service.computation.losses import check_tokens
 from hybridrl.training_service.computation.snapshot_sampler import TokenScores
 from hybridrl.training_service.state.ledger import StoredAnswer, failure
@@ -50,6 +51,11 @@ class SampleOperation:
     @property
     def is_complete(self) -> bool:
         return len(self.outputs) == len(self.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that it computes: the prompt, and every sample to its limit."""
+        return len(self.prompt) + len(self.requests) * self.sampling.max_new_tokens
 
 
 def digest_of(body: Mapping[str, Any]) -> str:
@@ -140,7 +146,7 @@ def _seed(body: Mapping[str, Any], request_id: str) -> int:
         return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:7])
     if type(seed) is not int:
         raise DataError(f"seed={seed!r}: must be a whole number")
-    return seed % 2**62
+    return seed % 2**63
 
 
 def _targets(given: Any, num_prompt: int, vocabulary: int) -> np.ndarray | None:
@@ -156,21 +162,22 @@ def _targets(given: Any, num_prompt: int, vocabulary: int) -> np.ndarray | None:
 
 
 class SampleLane:
-    """The open requests of one version.
+    """The open requests of one version at one replica.
 
     Args:
         tenant: Whose they are.
         version: Directory of the weights, or "base".
-        worker: The calls of the training worker.
+        replica: Generates.
         lock: The executor's.
         on_idle: Called with the lock held when nothing is open any more.
     """
 
-    def __init__(self, tenant: str, version: str, *, worker: Any, lock: Any, on_idle: Callable[[], None]):
-        self.tenant, self.version, self._worker, self._lock = tenant, version, worker, lock
+    def __init__(self, tenant: str, version: str, *, replica: Replica, lock: Any, on_idle: Callable[[], None]):
+        self.tenant, self.version, self._replica, self._lock = tenant, version, replica, lock
         self._on_idle = on_idle
         self._new: list[SampleOperation] = []
-        self._open: dict[str, SampleOperation] = {}  # request -> its operation
+        self._open: dict[int, SampleOperation] = {}  # by id
+        self._sent_to, self._num_losses = replica.starts, 0
 
     def add(self, operation: SampleOperation) -> None:
         """Take an operation. Called with the lock held."""
@@ -179,37 +186,54 @@ class SampleLane:
     def next_job(self) -> Callable[[], None] | None:
         return self._serve if self._new or self._open else None
 
+    @property
+    def waiting(self) -> list[SampleOperation]:
+        """The operations that wait or run."""
+        return [*self._new, *self._open.values()]
+
     def _serve(self) -> None:
         with self._lock:
             operations, self._new = self._new, []
-        self._generate(operations)
+        self._open |= {id(operation): operation for operation in operations}
+        try:
+            self._generate(operations)
+        except LOST as error:
+            self._num_losses += 1
+            if self._num_losses >= MAX_LOSSES:
+                self._fail_all(error)
+            logger.warning("a replica was lost (%s); it starts again, and its samples are drawn again", error)
+            self._replica.restart()
+        except Exception as error:
+            self._fail_all(error)
         with self._lock:
             if not self._new and not self._open:
                 self._on_idle()
 
     def _generate(self, operations: list[SampleOperation]) -> None:
         """Generate for one time slice, and answer what is complete."""
-        requests = [request for operation in operations for request in operation.requests]
-        self._open |= {request.request_id: operation for operation in operations for request in operation.requests}
-        try:
-            [outputs] = self._worker.sample(self.version, requests, SLICE_S)
-        except Exception as error:
-            self._fail_all(error)
-            return
-        for output in outputs:
-            operation = self._open.pop(output.request_id)
-            operation.outputs[output.request_id] = output
-            if operation.is_complete:
-                self._complete(operation)
+        if self._sent_to != self._replica.starts:
+            operations, self._sent_to = list(self._open.values()), self._replica.starts
+            for operation in operations:
+                operation.outputs.clear()  # so that what is generated together is the same, to the last bit
+        requests = [request for one in operations for request in one.requests if request.request_id not in one.outputs]
+        of_request = {request.request_id: one for one in self._open.values() for request in one.requests}
+        for output in self._replica.sample(self.version, requests, SLICE_S):
+            of_request[output.request_id].outputs[output.request_id] = output
+            self._num_losses = 0
+        for operation in [one for one in self._open.values() if one.is_complete]:
+            self._complete(operation)
+            del self._open[id(operation)]
 
     def _fail_all(self, error: Exception) -> None:
-        failed, self._open = {id(one): one for one in self._open.values()}, {}
+        failed, self._open = self._open, {}
         for operation in failed.values():
             operation.answer.set_result(failure(error))
 
     def _complete(self, operation: SampleOperation) -> None:
         try:
             operation.answer.set_result(StoredAnswer(self._response(operation), wire.PROTOBUF))
+        except LOST:
+            raise
         except Exception as error:
             operation.answer.set_result(failure(error))
 
@@ -232,8 +256,8 @@ class SampleLane:
     def _scores(
         self, tokens: list[int], temperature: float, num_top: int, targets: np.ndarray | None = None
     ) -> TokenScores:
-        [scores] = self._worker.scores(self.version, tokens, temperature=temperature, num_top=num_top, targets=targets)
-        return scores
+        wanted = {"temperature": temperature, "num_top": num_top, "targets": targets}
+        return self._replica.scores(self.version, tokens, **wanted)
 
     def _of_prompt(self, operation: SampleOperation) -> dict[str, Any]:
         """Return what was asked for about the prompt, at temperature 1. Its first token has no log-prob."""

@@ -22,6 +22,7 @@ from typing import Any
 
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.training_service import wire
+from hybridrl.training_service.computation.groups import Computation, try_often
 from hybridrl.training_service.computation.snapshot_sampler import BASE
 from hybridrl.training_service.executor import JobExecutor
 from hybridrl.training_service.operations import ModelLane
@@ -63,17 +64,28 @@ class ServiceSettings:
 
 
 class TrainingService:
-    """See above. `worker`: the calls of a group with one training worker, whose model is loaded."""
+    """See above.
+
+    Args:
+        settings: What it offers.
+        store: Where sessions and weights are.
+        computation: Trains and samples; its model is loaded.
+        tenants: Who may call. None: everybody.
+    """
 
     def __init__(
-        self, settings: ServiceSettings, store: Store, *, worker: Any, vocabulary: int, tenants: Tenants | None = None
+        self, settings: ServiceSettings, store: Store, *, computation: Computation, tenants: Tenants | None = None
     ):
         self.settings, self.store, self.tenants = settings, store, tenants or Tenants()
         self.table = SessionTable(store, base_model=settings.base_model)
-        self._worker, self._vocabulary = worker, vocabulary
+        self._computation = computation
         self._executor = JobExecutor()
         self._lock = self._executor.lock
-        self._sample_lanes: dict[tuple[str, str], SampleLane] = {}
+        self._samplers = [
+            self._executor if computation.is_shared else JobExecutor(self._lock) for _ in computation.replicas
+        ]
+        self._lanes: dict[str, ModelLane] = {}  # of models whose sessions are open
+        self._sample_lanes: dict[tuple[str, str, int], SampleLane] = {}  # by tenant, version and replica
 
     def start(self) -> None:
         """Go on with what an earlier server has left, and begin to compute."""
@@ -83,11 +95,30 @@ class TrainingService:
                 lane.recover(state)
             waiting = sum(1 for _ in model.ledger.waiting())
             logger.info("model %s goes on after operation %d; %d run again", model.id, model.ledger.done, waiting)
-        self._executor.start()
+        for executor in self._executors():
+            executor.start()
+
+    def _executors(self) -> list[JobExecutor]:
+        return list(dict.fromkeys([self._executor, *self._samplers]))
 
     def stop(self) -> None:
         """Stop computing. What has not run will, when a server is started with the same store."""
-        self._executor.stop()
+        for executor in self._executors():
+            executor.stop()
+
+    def _restart_trainers(self, error: Exception) -> None:
+        """Start the trainers again, and let all models go on from their last states."""
+        logger.warning("%s; the trainers start again, and models go on from their last states", error)
+        with self._lock:
+            found = [(lane, lane.model.ledger.rewind()) for lane in self._lanes.values()]
+
+        def start() -> None:
+            self._computation.restart_trainers()
+            for lane, state in found:
+                if state is not None:
+                    lane.recover(state)
+
+        try_often(start)
 
     # -- sessions
 
@@ -134,14 +165,15 @@ class TrainingService:
             self._executor.remove(f"end of {session.id}")
             for model in session.models.values():
                 self._executor.remove(model.id)
+                self._lanes.pop(model.id, None)
                 model.end(f"session {session.id} has ended: {session.ended}")
         for model in session.models.values():
-            self._worker.drop(model.id)
+            self._computation.drop(model.id)
             for name in ("operations", "state"):
                 shutil.rmtree(model.ledger.directory / name, ignore_errors=True)
         for sampler in session.samplers.values():
             if sampler.version.startswith(str(session.directory)):
-                self._worker.retire(sampler.version)
+                self._computation.retire(sampler.version)
         shutil.rmtree(session.directory / "samplers", ignore_errors=True)
 
     # -- models
@@ -173,8 +205,16 @@ class TrainingService:
         return None
 
     def _add_lane(self, session: ClientSession, model: TrainedModel) -> ModelLane:
-        is_full = self.settings.max_rank == 0
-        lane = ModelLane(model, session, store=self.store, worker=self._worker, lock=self._lock, is_full=is_full)
+        lane = ModelLane(
+            model,
+            session,
+            store=self.store,
+            computation=self._computation,
+            lock=self._lock,
+            is_full=self.settings.max_rank == 0,
+            on_loss=self._restart_trainers,
+        )
+        self._lanes[model.id] = lane
         self._executor.add(model.id, lane)
         return lane
 
@@ -202,7 +242,9 @@ class TrainingService:
             return f"{model.id}:{seq_id}"
 
     def _require_room(self, tenant: Tenant, num_tokens: int) -> None:
+        lanes = [lane for (owner, *_), lane in self._sample_lanes.items() if owner == tenant.name]
         in_flight = sum(model.tokens_in_flight for one in self.table.of(tenant) for model in one.models.values())
+        in_flight += sum(operation.num_tokens for lane in lanes for operation in lane.waiting)
         if in_flight and in_flight + num_tokens > tenant.max_tokens_in_flight:
             raise Busy(f"{in_flight} tokens are in flight, of {tenant.max_tokens_in_flight} for this key; try again")
 
@@ -259,13 +301,14 @@ class TrainingService:
             return request_id, [f"{request_id}:{number}" for number in range(num if type(num) is int else 0)]
 
     def _start_sampling(self, sampler: Sampler, body: Mapping[str, Any], request_id: str) -> "Future[StoredAnswer]":
-        limits = {"vocabulary": self._vocabulary, "max_length": self.settings.max_length}
+        limits = {"vocabulary": self._computation.vocabulary, "max_length": self.settings.max_length}
         try:
             operation = read_sample(body, request_id, **limits)
         except (HybridRLError, KeyError, TypeError, ValueError) as error:
             future: Future[StoredAnswer] = Future()
             future.set_result(failure(error if isinstance(error, HybridRLError) else DataError(f"asample: {error!r}")))
             return future
+        self._require_room(sampler.tenant, operation.num_tokens)
         self._add_to_lane(sampler, operation)
         return operation.answer
 
@@ -273,18 +316,27 @@ class TrainingService:
         version = sampler.version
         if sampler.inflight_of is not None:
             version = self.table.model(sampler.tenant, sampler.inflight_of).inflight or version
-        key = (sampler.tenant.name, version)
+        tenant, number = sampler.tenant.name, self._least_busy()
+        key, executor = (tenant, version, number), self._samplers[number]
         if key not in self._sample_lanes:
             name = f"samples of {key}"
 
             def remove() -> None:
-                self._executor.remove(name)
+                executor.remove(name)
                 del self._sample_lanes[key]
 
-            self._sample_lanes[key] = SampleLane(*key, worker=self._worker, lock=self._lock, on_idle=remove)
-            self._executor.add(name, self._sample_lanes[key])
+            replica = self._computation.replicas[number]
+            self._sample_lanes[key] = SampleLane(tenant, version, replica=replica, lock=self._lock, on_idle=remove)
+            executor.add(name, self._sample_lanes[key])
         self._sample_lanes[key].add(operation)
-        self._executor.notify()
+        executor.notify()
+
+    def _least_busy(self) -> int:
+        """Return the number of the replica with the fewest open operations."""
+        busy = [0] * len(self._samplers)
+        for (_, _, number), lane in self._sample_lanes.items():
+            busy[number] += len(lane.waiting)
+        return busy.index(min(busy))
 
     # -- answers
 

@@ -8,7 +8,8 @@ import pytest
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.training_service.client import datum
-from hybridrl.training_service.computation.worker import TrainingServiceWorker, WorkerSettings
+from hybridrl.training_service.computation.groups import Computation
+from hybridrl.training_service.computation.worker import SamplingWorker, TrainingServiceWorker, WorkerSettings
 from hybridrl.training_service.service import ServiceSettings, TrainingService
 from hybridrl.training_service.state.store import Store
 from hybridrl.training_service.state.tenants import Tenants
@@ -16,34 +17,46 @@ from hybridrl.training_service.state.tenants import Tenants
 MAX_RANK, MAX_LENGTH = 8, 64
 
 
-def make_group(path: Path, *, max_rank: int = MAX_RANK) -> LocalWorkerGroup:
+def make_computation(path: Path, *, max_rank: int = MAX_RANK) -> tuple[Computation, LocalWorkerGroup]:
+    """A computation in this process, and its trainer."""
     settings = WorkerSettings(str(path), max_rank=max_rank, max_length=MAX_LENGTH, device="cpu", num_threads=1)
-    group = LocalWorkerGroup(None, ClassWithInitArgs(TrainingServiceWorker, settings))
-    group.calls.init_model()
-    return group
+    trainer = LocalWorkerGroup(None, ClassWithInitArgs(TrainingServiceWorker, settings), role="trainer")
+    replica = LocalWorkerGroup(None, ClassWithInitArgs(SamplingWorker, settings), role="replica")
+    computation = Computation(trainer, replica, is_shared=True)
+    computation.start()
+    return computation, trainer
 
 
 @pytest.fixture(scope="session")
-def worker(tiny_qwen2):
-    """The calls of a training worker with adapters."""
-    return make_group(tiny_qwen2).calls
+def with_adapters(tiny_qwen2):
+    """A computation that trains adapters, and its trainer."""
+    return make_computation(tiny_qwen2)
 
 
 @pytest.fixture(scope="session")
-def full_worker(tiny_qwen2):
-    """The calls of one that trains all weights."""
-    return make_group(tiny_qwen2, max_rank=0).calls
+def with_all_weights(tiny_qwen2):
+    """One that trains all weights, and its trainer."""
+    return make_computation(tiny_qwen2, max_rank=0)
 
 
-def make_service(worker, root: Path, *, max_rank: int = MAX_RANK, tenants: Tenants | None = None, timeout_s=300.0):
+@pytest.fixture(scope="session")
+def computation(with_adapters):
+    return with_adapters[0]
+
+
+@pytest.fixture(scope="session")
+def full_computation(with_all_weights):
+    return with_all_weights[0]
+
+
+def make_service(computation, root: Path, *, max_rank: int = MAX_RANK, tenants: Tenants | None = None, timeout_s=300.0):
     settings = ServiceSettings("tiny", "tiny", max_rank, MAX_LENGTH, timeout_s)
-    [vocabulary] = worker.vocabulary()
-    return TrainingService(settings, Store(root), worker=worker, vocabulary=vocabulary, tenants=tenants)
+    return TrainingService(settings, Store(root), computation=computation, tenants=tenants)
 
 
 @pytest.fixture
-def service(worker, tmp_path):
-    found = make_service(worker, tmp_path / "store")
+def service(computation, tmp_path):
+    found = make_service(computation, tmp_path / "store")
     found.start()
     yield found
     found.stop()

@@ -12,7 +12,7 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), 
 
 
 def test_the_program_of_the_page_trains_and_samples(tiny_qwen2, tmp_path, capsys):
-    [program] = [program for program in PROGRAMS if "import datum, training_client" in program]
+    [program] = [program for program in PROGRAMS if "import training_client" in program]
     named = program.replace("data/service/model", str(tiny_qwen2)).replace(
         "data/service/store", str(tmp_path / "store")
     )

@@ -12,6 +12,7 @@ from hybridrl.training_service.state.ledger import Conflict
 from hybridrl.training_service.state.session_table import Gone
 from hybridrl.training_service.state.store import NotFound
 from hybridrl.training_service.state.tenants import EVERYBODY, Tenant, Tenants
+from hybridrl.view.runs import open_runs
 from tests.training_service.conftest import MAX_LENGTH, make_service, sequence
 
 LR = 3e-3
@@ -45,6 +46,15 @@ def test_a_model_learns_and_its_samples_follow_the_weights(service):
     np.testing.assert_allclose(before.log_probs(tokens), base.log_probs(tokens), atol=1e-5)
     trained = np.r_[np.nan, model.forward([row]).log_probs[0]]
     np.testing.assert_allclose(after.log_probs(tokens), trained, atol=1e-5)
+
+
+def test_the_steps_of_a_model_are_a_run_that_view_shows(service):
+    model = ServiceClient(service).create_model(rank=4)
+    found = losses_of(model, 1, steps=2)
+    [run] = open_runs([str(service.store.root / "curves")]).values()
+    assert run.summary()["step"] == 2
+    assert run.metrics.series("train/loss_sum") == ([1, 2], [found[0] + found[1], found[3] + found[4]])
+    assert run.metrics.series("train/grad_norm") == ([1, 2], [found[2], found[5]])
 
 
 def test_an_inflight_sampler_follows_later_saves(service):
@@ -108,8 +118,8 @@ def test_a_step_without_gradients_changes_nothing(service):
     np.testing.assert_array_equal(model.forward([sequence(1)]).log_probs[0], before)
 
 
-def test_all_weights_can_be_trained_and_sampled(full_worker, tmp_path):
-    service = make_service(full_worker, tmp_path / "store", max_rank=0)
+def test_all_weights_can_be_trained_and_sampled(full_computation, tmp_path):
+    service = make_service(full_computation, tmp_path / "store", max_rank=0)
     service.start()
     client = ServiceClient(service)
     first, second = client.create_model(rank=0), client.create_model(rank=0)
@@ -136,14 +146,14 @@ def test_k_targets_of_a_position_are_weighted_apart(service):
 # -- a server that is killed
 
 
-def test_after_a_kill_the_loop_goes_on_with_the_losses_of_an_undisturbed_run(worker, tmp_path):
+def test_after_a_kill_the_loop_goes_on_with_the_losses_of_an_undisturbed_run(computation, tmp_path):
     """Here a server ends between two operations. `test_program.py` kills one in the midst of them."""
-    undisturbed = make_service(worker, tmp_path / "other")
+    undisturbed = make_service(computation, tmp_path / "other")
     undisturbed.start()
     expected = losses_of(ServiceClient(undisturbed).create_model(rank=4, seed=2), 7)
     undisturbed.stop()
 
-    service = make_service(worker, tmp_path / "store")
+    service = make_service(computation, tmp_path / "store")
     service.start()
     client, found = ServiceClient(service), []
     model, rng = client.create_model(rank=4, seed=2), np.random.default_rng(0)
@@ -154,7 +164,7 @@ def test_after_a_kill_the_loop_goes_on_with_the_losses_of_an_undisturbed_run(wor
         model.optim_step(learning_rate=LR, grad_clip_norm=1.0, wait=False)
         time.sleep(rng.uniform(0, 0.05))
         service.stop()
-        client.service = service = make_service(worker, tmp_path / "store")
+        client.service = service = make_service(computation, tmp_path / "store")
         service.start()
         numbers = [1 + 3 * step, 2 + 3 * step]
         passes = [client.pending(f"{model.id}:{seq_id}", wire.read_pass_output).result() for seq_id in numbers]
@@ -188,8 +198,8 @@ def test_a_gap_ends_with_its_session(service):
         service.heartbeat(EVERYBODY, client.session_id)
 
 
-def test_the_session_of_a_silent_client_ends(worker, tmp_path):
-    service = make_service(worker, tmp_path / "store", timeout_s=0.05)
+def test_the_session_of_a_silent_client_ends(computation, tmp_path):
+    service = make_service(computation, tmp_path / "store", timeout_s=0.05)
     service.start()
     client = ServiceClient(service)
     time.sleep(0.1)
@@ -274,9 +284,9 @@ ALICE, BOB = Tenant("alice", max_models=1, max_tokens_in_flight=30, max_storage_
 
 
 @pytest.fixture
-def shared(worker, tmp_path):
+def shared(computation, tmp_path):
     tenants = Tenants({"tml-alice-0123456789": ALICE, "tml-bob-0123456789": BOB})
-    found = make_service(worker, tmp_path / "store", tenants=tenants)
+    found = make_service(computation, tmp_path / "store", tenants=tenants)
     found.start()
     yield found
     found.stop()
@@ -312,6 +322,12 @@ def test_the_limits_of_a_key_hold(shared):
     model.forward_backward([sequence(0, 20)], "cross_entropy", wait=False)
     with pytest.raises(Busy, match="20 tokens are in flight, of 30"):
         model.forward_backward([sequence(0, 20)], "cross_entropy", wait=False)
+    sampler = ServiceClient(shared, ALICE).sampler()
+    with pytest.raises(Busy, match="20 tokens are in flight, of 30"):
+        sampler.sample([20, 21], num_samples=2, max_tokens=6, wait=False)
+    sampler.sample([20, 21], num_samples=2, max_tokens=4, wait=False)  # 2 + 2 * 4
+    with pytest.raises(Busy, match="30 tokens are in flight, of 30"):
+        sampler.sample([20], max_tokens=1, wait=False)
 
 
 # -- sampling

@@ -15,8 +15,6 @@ def serve_training(arguments: argparse.Namespace) -> None:
     """Run `hybridrl serve-training` until Ctrl-C."""
     if not 0 <= arguments.port < 65536:
         raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
-    if arguments.backend != "local":
-        raise ConfigError(f"--backend={arguments.backend}: the service runs in one process so far; use local")
     trust = arguments.trust_remote_code
     tokenizer = load_tokenizer(arguments.model, key="model", trust_remote_code=trust)
     check_model(arguments.model, key="model", tokenizer=tokenizer, trust_remote_code=trust)
@@ -27,6 +25,9 @@ def serve_training(arguments: argparse.Namespace) -> None:
         max_rank=arguments.max_rank,
         max_length=arguments.max_length,
         keys=arguments.keys,
+        backend=arguments.backend,
+        trainers=arguments.trainers,
+        replicas=arguments.replicas,
         session_timeout_s=arguments.session_timeout_s,
         micro_batch_tokens=arguments.micro_batch_tokens,
         device=arguments.device,

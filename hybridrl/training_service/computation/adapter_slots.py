@@ -2,8 +2,9 @@
 
 One slot at a time is in the engine.
 
-The training worker owns the table. A slot has adapters (or, without LoRA, all weights), Adam's state and gradients. The
-engine's adapters have the highest rank that the server allows and every kind of layer. A slot of a lower rank has zeros
+The training worker owns the table. A slot has adapters (or, without LoRA, all weights), Adam's state and gradients:
+this rank's part of each, as the engine shards them. What is saved and loaded is whole, on every rank. The engine's
+adapters have the highest rank that the server allows and every kind of layer. A slot of a lower rank has zeros
 in the remaining rows of A and columns of B, and zeros in the layers that it does not train: their gradients are exactly
 zero, so AdamW leaves them zero.
 """
@@ -52,7 +53,10 @@ class TrainedLayers:
 
 @dataclass
 class ModelSlot:
-    """A model's state: `tensors` by name, `moments` by "NAME.exp_avg" and so on, and gradients by name."""
+    """This rank's part of a model.
+
+    `tensors` and `gradients` by name, `moments` by "NAME.exp_avg" and so on.
+    """
 
     adapter: TrainedLayers
     tensors: Tensors
@@ -88,8 +92,8 @@ class SlotTable:
         """
         self._check(adapter)
         self.drop(name)
-        tensors = self._new_adapters(adapter) if adapter.rank else {n: t.clone() for n, t in self._initial.items()}
-        self._slots[name] = ModelSlot(adapter, tensors)
+        new = self._shards(self._new_adapters(adapter)) if adapter.rank else self._initial
+        self._slots[name] = ModelSlot(adapter, {key: tensor.clone() for key, tensor in new.items()})
 
     def _check(self, adapter: TrainedLayers) -> None:
         if self._max_rank == 0 and adapter.rank:
@@ -106,7 +110,7 @@ class SlotTable:
 
         A is drawn as a model with adapters of this rank alone would draw it; B is 0.
         """
-        tensors = {name: torch.zeros_like(tensor) for name, tensor in self._initial.items()}
+        tensors = self._zeros()
         generator, head = torch.Generator().manual_seed(adapter.seed), self._model.get_output_embeddings()
         for layer, module in self._layers():
             if adapter.trains(layer, is_head=module is head):
@@ -114,6 +118,21 @@ class SlotTable:
                 draw_A(drawn, generator)
                 tensors[f"{layer}.lora_A"][: adapter.rank] = drawn
         return tensors
+
+    def _zeros(self) -> Tensors:
+        """Return whole tensors of zeros."""
+        return {
+            name: torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            for name, parameter in self._parameters.items()
+        }
+
+    def _shards(self, tensors: Tensors) -> Tensors:
+        """Return this rank's parts of whole tensors."""
+        return {name: _part(tensor, self._parameters[name]) for name, tensor in tensors.items()}
+
+    def _whole(self, parts: Tensors) -> Tensors:
+        """Return whole tensors of all ranks' parts. Collective."""
+        return {name: _joined(part, self._parameters[name]) for name, part in parts.items()}
 
     def _layers(self) -> Iterator[tuple[str, LoRALinear]]:
         return ((name, module) for name, module in self._model.named_modules() if isinstance(module, LoRALinear))
@@ -170,18 +189,17 @@ class SlotTable:
         """Return copies of a slot's tensors without padding: adapters of layers that it trains, or all weights."""
         self._take_out()
         slot = self._slots[name]
-        return {key: tensor.clone() for key, tensor in self._unpadded(slot.adapter, slot.tensors).items()}
+        whole = self._whole(slot.tensors)
+        return {key: tensor.clone() for key, tensor in self._unpadded(slot.adapter, whole).items()}
 
     def state(self, name: str) -> tuple[Tensors, int]:
         """Return a slot's tensors and Adam's state, without padding and gradients, and its number of updates."""
         self._take_out()
         slot = self._slots[name]
-        found = self._unpadded(slot.adapter, slot.tensors)
-        for moment in MOMENTS:
-            moments = {key: slot.moments.get(f"{key}.{moment}", torch.zeros(0)) for key in slot.tensors}
-            if slot.moments:
-                kept = self._unpadded(slot.adapter, moments)
-                found |= {f"{key}.{moment}": tensor for key, tensor in kept.items()}
+        found = self._unpadded(slot.adapter, self._whole(slot.tensors))
+        for moment in MOMENTS if slot.moments else ():
+            whole = self._whole({key: slot.moments[f"{key}.{moment}"] for key in slot.tensors})
+            found |= {f"{key}.{moment}": tensor for key, tensor in self._unpadded(slot.adapter, whole).items()}
         found |= {f"{key}.step": step.reshape(1) for key, step in slot.steps.items() if key in found}
         return {key: tensor.contiguous() for key, tensor in found.items()}, slot.num_updates
 
@@ -192,22 +210,22 @@ class SlotTable:
             ConfigError: As for `create`, or tensors are missing or of another shape.
         """
         self.create(name, adapter)
-        slot, padded = self._slots[name], {key: torch.zeros_like(tensor) for key, tensor in self._initial.items()}
+        slot, padded = self._slots[name], self._zeros()
         places = self._unpadded(adapter, padded)
         if missing := sorted(key for key in places if key not in tensors or tensors[key].shape != places[key].shape):
             raise ConfigError(f"the saved weights do not fit this model: {missing[0]} is missing or of another shape")
         for key, place in places.items():
             place.copy_(tensors[key])
-        slot.tensors, slot.num_updates = padded, num_updates
+        slot.tensors, slot.num_updates = self._shards(padded), num_updates
         if any(key.endswith(".exp_avg") for key in tensors):
             self._load_moments(slot, tensors)
 
     def _load_moments(self, slot: ModelSlot, tensors: Mapping[str, torch.Tensor]) -> None:
         for moment in MOMENTS:
-            moments = {key: torch.zeros_like(tensor) for key, tensor in self._initial.items()}
+            moments = self._zeros()
             for key, place in self._unpadded(slot.adapter, moments).items():
                 place.copy_(tensors[f"{key}.{moment}"])
-            slot.moments |= {f"{key}.{moment}": tensor for key, tensor in moments.items()}
+            slot.moments |= {f"{key}.{moment}": tensor for key, tensor in self._shards(moments).items()}
         steps = {key: tensors[f"{key}.step"].reshape(()) for key in self._initial if f"{key}.step" in tensors}
         last = max(steps.values(), default=torch.zeros(()))
         slot.steps = {key: steps.get(key, last).clone() for key in self._initial}
@@ -232,3 +250,21 @@ def without_optimizer(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _part(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a whole tensor, as FSDP2 cuts the parameter; it may share memory with it."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    parts, rank = tensor.chunk(parameter.device_mesh.size()), parameter.device_mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else tensor[:0]
+
+
+def _joined(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor of which each rank has a part. Collective."""
+    if not isinstance(parameter, DTensor):
+        return part
+    of_ranks = DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+    return of_ranks.full_tensor()

@@ -6,14 +6,14 @@ token from the state before it, and here every token has targets. The last token
 Shapes: B rows, T longest datum, K most targets of a position.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.training_service.computation.losses import LOSSES, TARGETS
-from hybridrl.training_service.wire import Datum, Pass
+from hybridrl.training_service.wire import Datum
 from hybridrl.workers.engine.base import TokenTerm
 
 LOG_PROBS = "target_log_probs"
@@ -28,15 +28,14 @@ def target_log_probs(log_probs_CV: torch.Tensor, targets_CK: torch.Tensor) -> to
 TERMS = {LOG_PROBS: TokenTerm(target_log_probs, (TARGETS,))}
 
 
-def rows_of(request: Pass) -> DataProto:
-    """Return the rows of a pass: tokens and masks, targets (B,T,K), and the inputs of its loss (B,T,K)."""
-    data = request.data
-    B, T = len(data), max(len(datum.tokens) for datum in data)
+def rows_of(data: Sequence[Datum], loss_fn: str) -> DataProto:
+    """Return the rows of data: tokens and masks, targets (B,T,K), and the inputs of the loss (B,T,K)."""
+    B, T = len(data), max((len(datum.tokens) for datum in data), default=1)
     input_ids, attention_mask = torch.zeros(B, T + 1, dtype=torch.int64), torch.zeros(B, T + 1, dtype=torch.int64)
     for row, datum in enumerate(data):
         input_ids[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens)
         attention_mask[row, : len(datum.tokens) + 1] = 1
-    columns = {name: _column(data, name, T) for name in (TARGETS, *LOSSES[request.loss_fn].inputs)}
+    columns = {name: _column(data, name, T) for name in (TARGETS, *LOSSES[loss_fn].inputs)}
     tensors = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -48,7 +47,7 @@ def rows_of(request: Pass) -> DataProto:
 
 
 def _column(data: Sequence[Datum], name: str, T: int) -> torch.Tensor:
-    K = max(_targets(datum).shape[1] for datum in data)
+    K = max((_targets(datum).shape[1] for datum in data), default=1)
     column = torch.zeros(len(data), T, K, dtype=torch.int64 if name == TARGETS else torch.float32)
     for row, datum in enumerate(data):
         shape = _targets(datum).shape
@@ -72,10 +71,11 @@ def arrays_of(log_probs_BTK: torch.Tensor, data: Sequence[Datum]) -> list[np.nda
     return found
 
 
-def metrics_of(losses: Mapping[int, float], data: Sequence[Datum]) -> dict[str, float]:
+def metrics_of(losses: Sequence[float], data: Sequence[Datum]) -> dict[str, float]:
     """Return the metrics of a pass.
 
-    The sum runs in the order of the data, whatever the micro-batches were.
+    Args:
+        losses: Of each datum. The sum runs in their order, whatever ranks and micro-batches were.
+        data: The data.
     """
-    num_tokens = sum(len(datum.tokens) for datum in data)
-    return {"loss:sum": sum(losses[row] for row in range(len(data))), "num_tokens:sum": float(num_tokens)}
+    return {"loss:sum": sum(losses), "num_tokens:sum": float(sum(len(datum.tokens) for datum in data))}

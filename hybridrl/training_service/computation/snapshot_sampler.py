@@ -2,7 +2,7 @@
 
 The base model is one of them.
 
-The training worker owns it, beside the engine. The copy is an `hf` rollout with adapters that are not merged, so that
+A sampling worker owns it. The copy is an `hf` rollout with adapters that are not merged, so that
 another version costs only the copy of its adapters. Without LoRA all weights are copied. Each version has a request
 engine of its own: requests of one version are generated together, those of others wait for their turn.
 """
@@ -117,28 +117,23 @@ class SnapshotSampler:
         self._active: str | None = None
         self._use(BASE)
 
-    def put(self, name: str, version: Version) -> None:
-        """Keep a version in memory, in place of an earlier one of this name.
-
-        It is on the disk, too.
-        """
-        self._versions[name] = version
+    def forget(self, name: str) -> None:
+        """Read a version from the disk again before its next use."""
+        self._versions.pop(name, None)
         self._active = None if self._active == name else self._active
-        if len(self._versions) > MAX_VERSIONS:
-            self._versions.popitem(last=False)
 
     def drop(self, name: str) -> None:
         """Forget a version and its open requests."""
-        self._versions.pop(name, None)
+        self.forget(name)
         self._engines.pop(name, None)
-        if self._active == name:
-            self._use(BASE)
 
     def _use(self, name: str) -> None:
         if name == self._active:
             return
         if name != BASE and name not in self._versions:
-            self.put(name, self._read(name))
+            self._versions[name] = self._read(name)
+            if len(self._versions) > MAX_VERSIONS:
+                self._versions.popitem(last=False)
         if name != BASE:
             self._versions.move_to_end(name)
         self._active = None

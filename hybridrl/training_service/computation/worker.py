@@ -1,17 +1,19 @@
-"""`TrainingServiceWorker`: the process that computes for the training service.
+"""The workers of the training service, of which `Computation` has two groups.
 
-It has an FSDP engine with a table of slots, and a sampler. The service calls it, one call at a time. It knows no
-sessions, sequence numbers or keys.
+`TrainingServiceWorker` is a rank of the trainers: an FSDP engine with a table of slots. The ranks share the data of
+each pass. `SamplingWorker` is a replica: a rollout that samples versions of the weights, which it reads from their
+directories. Neither knows sessions, sequence numbers or keys.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
@@ -21,7 +23,7 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
 from hybridrl.training_service.computation.adapter_slots import ALPHA, SlotTable, TrainedLayers, without_optimizer
 from hybridrl.training_service.computation.losses import LOSSES, TARGETS, check_data, checked_config
-from hybridrl.training_service.computation.rows import LOG_PROBS, ROW, TERMS, arrays_of, metrics_of, rows_of
+from hybridrl.training_service.computation.rows import LOG_PROBS, ROW, TERMS, arrays_of, rows_of
 from hybridrl.training_service.computation.snapshot_sampler import AdapterRollout, SnapshotSampler, TokenScores, Version
 from hybridrl.training_service.computation.weight_files import SavedModel, new_directory, read_model, write_model
 from hybridrl.training_service.wire import Pass
@@ -34,6 +36,7 @@ from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 NOTE = "note"  # file beside the weights, with what the service wants to know about them
 MAX_SEQUENCES = 64  # generated together
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,20 +63,18 @@ class WorkerSettings:
 
 
 class TrainingServiceWorker(Worker):
-    """See above."""
+    """A rank of the trainers, see above. All methods are collective."""
 
     def __init__(self, settings: WorkerSettings):
         self.settings = settings
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the model twice, for training and for sampling."""
+        """Load the model."""
         device = init_worker_process(device=self.settings.device, num_threads=self.settings.num_threads)
         self._engine: Any = make_engine("fsdp", self._engine_setup(device))
         self._engine.setup()
         self._slots = SlotTable(self._engine, max_rank=self.settings.max_rank)
-        rollout = AdapterRollout(self._rollout_setup(device), max_rank=self.settings.max_rank)
-        self._sampler = SnapshotSampler(rollout, read=_read_version)
         [model] = self._engine.state_tensors().modules
         self._vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
 
@@ -94,20 +95,6 @@ class TrainingServiceWorker(Worker):
             lora=LoRA(settings.max_rank, ALPHA, head=True) if settings.max_rank else None,
             whole_logits=True,
             token_terms=TERMS,
-        )
-
-    def _rollout_setup(self, device: str) -> RolloutSetup:
-        settings = self.settings
-        tokens = load_special_tokens(settings.path, trust_remote_code=settings.trust_remote_code)
-        return RolloutSetup(
-            settings.path,
-            RolloutConfig(name="hf", max_num_seqs=MAX_SEQUENCES),
-            tokens.eos_ids,
-            tokens.pad_id,
-            max_prompt_length=1,
-            max_response_length=settings.max_length - 1,
-            device=device,
-            trust_remote_code=settings.trust_remote_code,
         )
 
     # -- models
@@ -134,7 +121,7 @@ class TrainingServiceWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, model: str, directory: str, *, with_optimizer: bool, note: str | None = None) -> None:
-        """Write a model's weights into a new directory, with Adam's state if wanted.
+        """Write a model's weights into a new directory, with Adam's state if wanted. The first rank writes.
 
         Args:
             model: The model.
@@ -147,6 +134,8 @@ class TrainingServiceWorker(Worker):
             tensors = without_optimizer(tensors)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise NonFiniteError("the model's weights are not finite; nothing is saved. Load earlier weights")
+        if dist.get_rank():
+            return
         saved = SavedModel(self._slots.adapter(model), num_updates, with_optimizer, self.settings.path)
         with new_directory(Path(directory)) as partial:
             write_model(partial, saved, tensors)
@@ -160,6 +149,8 @@ class TrainingServiceWorker(Worker):
         if not adapter.rank:
             raise ConfigError("save_weights_external writes adapters in peft's format, and this model has none")
         tensors = {name: tensor.cpu() for name, tensor in self._slots.trained(model).items()}
+        if dist.get_rank():
+            return
         with new_directory(Path(directory)) as partial:
             write_adapter(tensors, str(partial), lora=LoRA(adapter.rank, ALPHA), base=self.settings.path)
             (partial / NOTE).write_text(note, encoding="utf-8")
@@ -167,8 +158,10 @@ class TrainingServiceWorker(Worker):
     # -- training
 
     @register(Dispatch.ONE_TO_ALL)
-    def run_pass(self, model: str, request: Pass) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Run a forward or a forward_backward; return the log-probs of each datum's targets, and metrics.
+    def run_pass(self, model: str, request: Pass) -> tuple[list[np.ndarray], list[float]]:
+        """Run a forward or a forward_backward; return log-probs of the targets, and the loss, of this rank's data.
+
+        Every rank gets the whole pass, and computes the data of `part_of`.
 
         Raises:
             DataError: The request cannot be computed. No gradient was added.
@@ -176,16 +169,18 @@ class TrainingServiceWorker(Worker):
         config = checked_config(request)
         check_data(request, vocabulary=self._vocabulary, max_length=self.settings.max_length)
         self._slots.use(model)
-        rows, longest = rows_of(request), max(len(datum.tokens) for datum in request.data) + 1
+        data = part_of(request.data, dist.get_rank(), dist.get_world_size())
+        rows, longest = rows_of(data, request.loss_fn), max(len(datum.tokens) for datum in request.data) + 1
         micro = MicroBatching(max_tokens=max(longest, self.settings.micro_batch_tokens))
         found, losses = torch.zeros(rows.batch[TARGETS].shape), dict[int, float]()
         loss_fn = _loss_of(request, config, found, losses)
         if request.forward_only:
             outputs = self._engine.forward(rows, micro, outputs=(LOG_PROBS,))
-            loss_fn(outputs, rows)
+            if data:
+                loss_fn(outputs, rows)
         else:
             self._engine.forward_backward(rows, micro, loss_fn, outputs=(LOG_PROBS,))
-        return arrays_of(found, request.data), metrics_of(losses, request.data)
+        return arrays_of(found, data), [losses[row] for row in range(len(data))]
 
     @register(Dispatch.ONE_TO_ALL)
     def optimizer_step(self, model: str, options: StepOptions) -> dict[str, float]:
@@ -200,17 +195,43 @@ class TrainingServiceWorker(Worker):
             "num_updates:max": float(slot.num_updates),
         }
 
-    # -- sampling
+
+class SamplingWorker(Worker):
+    """A replica, see above. It communicates with no other."""
+
+    def __init__(self, settings: WorkerSettings):
+        self.settings = settings
+
+    @classmethod
+    def num_peers(cls, *args: Any, **kwargs: Any) -> int:
+        return 1
 
     @register(Dispatch.ONE_TO_ALL)
-    def publish(self, model: str, version: str, *, note: str | None = None) -> None:
-        """Make a version for sampling of a model's weights; its name is its directory."""
-        self.save(model, version, with_optimizer=False, note=note)
-        self._sampler.put(version, (self._slots.adapter(model), self._slots.trained(model)))
+    def init_model(self) -> None:
+        """Load the model."""
+        settings = self.settings
+        device = init_worker_process(device=settings.device, num_threads=settings.num_threads, single_process=True)
+        tokens = load_special_tokens(settings.path, trust_remote_code=settings.trust_remote_code)
+        setup = RolloutSetup(
+            settings.path,
+            RolloutConfig(name="hf", max_num_seqs=MAX_SEQUENCES),
+            tokens.eos_ids,
+            tokens.pad_id,
+            max_prompt_length=1,
+            max_response_length=settings.max_length - 1,
+            device=device,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        self._sampler = SnapshotSampler(AdapterRollout(setup, max_rank=settings.max_rank), read=_read_version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def forget(self, version: str) -> None:
+        """Read a version again before its next use."""
+        self._sampler.forget(version)
 
     @register(Dispatch.ONE_TO_ALL)
     def retire(self, version: str) -> None:
-        """Forget a version for sampling."""
+        """Forget a version and its open requests."""
         self._sampler.drop(version)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -224,6 +245,11 @@ class TrainingServiceWorker(Worker):
     ) -> TokenScores:
         """Return what a version predicts for given tokens, see `AdapterRollout.scores`."""
         return self._sampler.scores(version, tokens, temperature=temperature, num_top=num_top, targets=targets)
+
+
+def part_of(data: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
+    """Return a rank's part of the data of a pass."""
+    return data[rank::num_ranks]
 
 
 def _loss_of(request: Pass, config: dict[str, float], found_BTK: torch.Tensor, losses: dict[int, float]) -> LossFn:

@@ -68,6 +68,11 @@ def unpacked(stored: bytes) -> tuple[StoredAnswer, str]:
     return StoredAnswer(body, described["type"]), described["digest"]
 
 
+def has_failed(answer: StoredAnswer) -> bool:
+    """Return whether an answer is of an operation that failed."""
+    return answer.body.startswith(b'{"error"')
+
+
 @dataclass
 class Operation:
     """A request with its number, and the answer that its client waits for."""
@@ -78,6 +83,7 @@ class Operation:
     digest: str
     answer: "Future[StoredAnswer]" = field(default_factory=Future)
     num_tokens: int = 0
+    losses: int = 0  # of processes that ran it
 
 
 def _put(path: Path, content: bytes) -> None:
@@ -186,8 +192,7 @@ class Ledger:
 
         Operations behind the state are to run again. Answers that were stored stay as they are.
         """
-        states = sorted(path for path in self._states.iterdir() if not path.name.startswith("."))
-        newest = states[-1] if states else None
+        newest = self._newest()
         self.done = -1 if newest is None else int(newest.name)
         for path in sorted(self._operations.glob(f"[0-9]*{RESULT}")):
             self._recover_answer(int(path.stem), path.read_bytes())
@@ -195,8 +200,25 @@ class Ledger:
             self._recover_answer(self.done, (newest / NOTE).read_bytes())
         for path in sorted(self._operations.glob(f"[0-9]*{REQUEST}")):
             if (number := int(path.stem)) > self.done:
+                answered = self._known.get(number)
                 self._known[number] = self._recovered(number, path.read_bytes())
+                if answered is not None:
+                    self._known[number].answer = answered.answer
         return newest
+
+    def rewind(self) -> Path | None:
+        """Return the newest state, or None if there is none. The operations behind it run again."""
+        newest = self._newest()
+        self.done = -1 if newest is None else int(newest.name)
+        last = self._known.get(self.done)
+        if newest is not None and last is not None and not last.answer.done():  # the state was stored, and no more
+            last.answer.set_result(unpacked((newest / NOTE).read_bytes())[0])
+            self._forget_before(self.done)
+        return newest
+
+    def _newest(self) -> Path | None:
+        states = sorted(path for path in self._states.iterdir() if not path.name.startswith("."))
+        return states[-1] if states else None
 
     def _recover_answer(self, seq_id: int, stored: bytes) -> None:
         answer, digest = unpacked(stored)
@@ -205,7 +227,7 @@ class Ledger:
         self._known[seq_id] = operation
 
     def _recovered(self, seq_id: int, stored: bytes) -> Operation:
-        """Return an operation that runs again. A client that has its answer already gets an equal one."""
+        """Return an operation that runs again; its client gets the first answer, which the next is equal to."""
         head, _, body = stored.partition(b"\n")
         described = json.loads(head)
         return Operation(seq_id, described["kind"], body, described["digest"])

@@ -30,7 +30,8 @@ class TrainedModel:
         inflight: Directory of the weights that all its samplers of kind "inflight" use.
         refused: Why it is not made.
         broken: Why it can run nothing any more.
-        loss: Sum and tokens of the last pass.
+        losses: Sums of the passes since the last step.
+        last_step_at: When the last step ended, in seconds since 1970.
     """
 
     id: str
@@ -44,7 +45,8 @@ class TrainedModel:
     refused: str | None = None
     broken: str | None = None
     last_request: float = field(default_factory=time.time)
-    loss: float | None = None
+    losses: list[float] = field(default_factory=list)
+    last_step_at: float = field(default_factory=time.time)
 
     @property
     def tokens_in_flight(self) -> int:

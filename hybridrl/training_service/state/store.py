@@ -4,6 +4,7 @@
     sessions/SESSION/models/N/           a model's ledger
     sessions/SESSION/samplers/N/         weights of a sampling session that have no name
     weights/MODEL_ID/KIND/NAME/          named weights, with an entry in `note`
+    curves/MODEL_ID/metrics.jsonl        a model's steps, for `hybridrl view STORE/curves`
 
 `tinker://MODEL_ID/KIND/NAME` reaches no other part of the file system: ids are the service's, names are checked. The
 service calls it. The training worker writes and reads what is in the directories.
@@ -70,6 +71,10 @@ class Store:
     def session(self, session_id: str) -> Path:
         """Return the directory of a session."""
         return self.root / "sessions" / session_id
+
+    def curves(self, model_id: str) -> Path:
+        """Return the directory of a model's curves."""
+        return self.root / "curves" / model_id
 
     def place(self, model_id: str, kind: str, name: Any) -> Path:
         """Return the directory of named weights. Raises DataError for a name that is none."""

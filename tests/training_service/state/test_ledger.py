@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.training_service.state.ledger import NOTE, Conflict, Ledger, StoredAnswer
+from hybridrl.errors import DataError
+from hybridrl.training_service.state.ledger import NOTE, Conflict, Ledger, StoredAnswer, failure, has_failed
 
 NUM_SCHEDULES = 1000
 NUM_OPERATIONS = 8
@@ -156,3 +157,32 @@ def test_a_state_makes_the_requests_before_it_and_older_states_unnecessary(tmp_p
     run_all(ledger)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["00000004"]
     assert not list((tmp_path / "operations").glob("*.request"))
+
+
+def test_after_a_loss_the_operations_behind_the_newest_state_run_again(tmp_path):
+    ledger = created(tmp_path)
+    for number, kind in enumerate(("pass", "optim_step", "pass", "pass"), start=1):
+        ledger.accept(number, kind, b"%d" % number)
+    run_all(ledger)
+    last = ledger.find(4)
+    assert ledger.rewind() == ledger.state(2)
+    assert run_all(ledger) == [b"3", b"4"] and ledger.find(4) is last
+
+
+def test_a_step_whose_state_was_stored_before_the_loss_does_not_run_again(tmp_path):
+    ledger = created(tmp_path)
+    step = ledger.accept(1, "optim_step", b"1")
+    place = ledger.state(1)
+    place.mkdir()
+    (place / NOTE).write_bytes(StoredAnswer(b"stored").packed(step.digest))
+    assert ledger.rewind() == place and ledger.next() is None
+    assert step.answer.result(0).body == b"stored"
+
+
+def test_a_failure_stays_one_after_a_server_was_killed(tmp_path):
+    ledger = created(tmp_path)
+    operation = ledger.accept(1, "pass", b"1")
+    ledger.finish(operation, failure(DataError("bad data")), has_state=False)
+    again = Ledger(tmp_path)
+    again.recover()
+    assert has_failed(again.next().answer.result(0))

@@ -1,0 +1,106 @@
+"""A service on Ray, whose trainers and replicas are killed at random moments."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hybridrl.training_service.client import ServiceClient, datum, training_client
+from tests.training_service.conftest import sequence
+
+NUM_KILLS = int(os.environ.get("HYBRIDRL_NUM_KILLS", "4"))  # of each test
+STEPS = 4  # of a loop; loops follow one another until all kills were made
+OPTIONS = {"backend": "ray", "device": "cpu", "num_threads": 1, "max_rank": 8, "max_length": 64}
+
+
+def loop(service):
+    """All numbers that a client sees of a loop that samples, trains on the samples and on given rows."""
+    client, found = ServiceClient(service), []
+    model = client.create_model(rank=4, seed=3)
+    for step in range(STEPS):
+        samples = model.sampler().sample([20, 21, 22], num_samples=4, max_tokens=5, stop=[], seed=step).sequences
+        data = []
+        for number, one in enumerate(samples):
+            tokens, advantage = [20, 21, 22, *one.tokens], number - 1.5
+            columns = {"logprobs": [0, 0, *one.log_probs], "advantages": [0, 0, *[advantage] * 5]}
+            data.append(datum(tokens[:-1], tokens[1:], **columns))
+        passes = [
+            model.forward_backward(data, "importance_sampling", wait=False),
+            model.forward_backward(
+                [sequence(10 * step + row, 6 + row) for row in range(3)], "cross_entropy", wait=False
+            ),
+        ]
+        metrics = model.optim_step(learning_rate=3e-3, grad_clip_norm=1.0)["metrics"]
+        assert metrics["num_updates:max"] == step + 1  # an update that ran twice would count twice
+        found += [[one.tokens for one in samples], *(one.result().loss for one in passes), metrics["grad_norm:mean"]]
+        found += [log_probs.tolist() for one in passes for log_probs in one.result().log_probs]
+    client.finish()
+    return found
+
+
+class Killer:
+    """Kills processes of a group at random moments, one at a time."""
+
+    def __init__(self, group, *, seed):
+        self.group, self.rng, self.count, self.longest_s = group, random.Random(seed), 0, 2.0
+        self.is_done = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self):
+        while self.count < NUM_KILLS and not self.is_done.wait(self.rng.uniform(0.0, self.longest_s)):
+            process_id = self.rng.choice(self.group.process_ids)
+            os.kill(process_id, signal.SIGKILL)
+            self.count += 1
+            until = time.monotonic() + 240
+            while process_id in self.group.process_ids and time.monotonic() < until:
+                time.sleep(0.02)  # until the service has noticed it
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.is_done.set()
+        self.thread.join()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("victim", "trainers", "replicas"), [("trainer", 1, 1), ("trainer", 2, 1), ("replica", 1, 2)])
+def test_kills_of_processes_leave_all_numbers_of_a_loop_as_they_are(
+    ray_cluster, tiny_qwen2, tmp_path, victim, trainers, replicas
+):
+    options = OPTIONS | {"trainers": trainers, "replicas": replicas, "store": str(tmp_path / "store")}
+    with training_client(str(tiny_qwen2), **options) as client:
+        started = time.monotonic()
+        expected = loop(client.service)
+        computation = client.service._computation
+        group = {"trainer": computation._trainers, "replica": computation._replicas}[victim]
+        killer, num_loops = Killer(group, seed=trainers), 0
+        killer.longest_s = time.monotonic() - started
+        with killer:
+            while killer.count < NUM_KILLS or not num_loops:
+                assert loop(client.service) == expected
+                num_loops += 1
+        assert killer.count == NUM_KILLS
+    print(f"{killer.count} kills of a {victim} in {num_loops} loops")
+
+
+@pytest.mark.slow
+def test_two_trainers_compute_what_one_does(ray_cluster, tiny_qwen2, tmp_path):
+    losses = []
+    for trainers in (1, 2):
+        options = OPTIONS | {"trainers": trainers, "store": str(tmp_path / str(trainers))}
+        with training_client(str(tiny_qwen2), **options) as client:
+            model = client.create_model(rank=3, seed=1)
+            for step in range(3):
+                data = [sequence(10 * step + row, 6 + row) for row in range(3 - step)]  # with one datum a rank has none
+                losses.append(model.forward_backward(data, "cross_entropy").loss)
+                losses.append(model.optim_step(learning_rate=3e-3)["metrics"]["grad_norm:mean"])
+            kept = client.load(model.save("three"))
+            losses.append(kept.forward([sequence(5)]).loss)
+    np.testing.assert_allclose(losses[:7], losses[7:], rtol=1e-5)
