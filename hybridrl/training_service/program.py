@@ -82,8 +82,7 @@ def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
             options.name or options.model, path, options.max_rank, max_length, options.session_timeout_s
         )
         _check_store(store, settings)
-        computation = _computation(options, _worker(options, path, max_length))
-        try:
+        with _computation(options, _worker(options, path, max_length)) as computation:
             computation.start()
             service = TrainingService(settings, store, computation=computation, tenants=tenants)
             service.start()
@@ -91,30 +90,26 @@ def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
                 yield service
             finally:
                 service.stop()
-        finally:
-            computation.shutdown()
 
 
-def _computation(options: ServiceOptions, worker: WorkerSettings) -> Computation:
-    """Return the worker groups, in this process or on Ray, which is started if there is none."""
+@contextlib.contextmanager
+def _computation(options: ServiceOptions, worker: WorkerSettings) -> Iterator[Computation]:
+    """Run the worker groups in this process, or on Ray, which is started if there is none."""
     if options.backend == "local":
-        return Computation(
-            LocalWorkerGroup(None, ClassWithInitArgs(TrainingServiceWorker, worker), role="trainer"),
-            LocalWorkerGroup(None, ClassWithInitArgs(SamplingWorker, worker), role="replica"),
-            is_shared=True,
-        )
+        trainer = LocalWorkerGroup(None, ClassWithInitArgs(TrainingServiceWorker, worker), role="trainer")
+        replica = LocalWorkerGroup(None, ClassWithInitArgs(SamplingWorker, worker), role="replica")
+        yield Computation(trainer, replica, is_shared=True)
+        return
     start_ray()
-    trainers = RayWorkerGroup(
-        RayResourcePool([options.trainers]), RayClassWithInitArgs(TrainingServiceWorker, worker), role="trainer"
-    )
-    try:
-        replicas = RayWorkerGroup(
-            RayResourcePool([options.replicas]), RayClassWithInitArgs(SamplingWorker, worker), role="replica"
-        )
-    except BaseException:
-        trainers.shutdown()
-        raise
-    return Computation(trainers, replicas, is_shared=False)
+    use_gpu = {"auto": None, "cpu": False, "cuda": True}[options.device]
+    of_trainer, of_replica = (RayClassWithInitArgs(cls, worker) for cls in (TrainingServiceWorker, SamplingWorker))
+    with (
+        RayResourcePool([options.trainers], use_gpu=use_gpu) as for_trainers,
+        RayResourcePool([options.replicas], use_gpu=use_gpu) as for_replicas,
+        RayWorkerGroup(for_trainers, of_trainer, role="trainer") as trainers,
+        RayWorkerGroup(for_replicas, of_replica, role="replica") as replicas,
+    ):
+        yield Computation(trainers, replicas, is_shared=False)
 
 
 def _worker(options: ServiceOptions, path: str, max_length: int) -> WorkerSettings:

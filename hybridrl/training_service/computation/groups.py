@@ -94,11 +94,6 @@ class Computation:
         self._trainers.rebuild()  # type: ignore[attr-defined]
         self._trainers.execute_all("init_model")
 
-    def shutdown(self) -> None:
-        """End the processes."""
-        self._trainers.shutdown()
-        self._replicas.shutdown()
-
     # -- models
 
     def create(self, model: str, adapter: TrainedLayers) -> None:
