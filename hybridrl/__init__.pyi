@@ -34,6 +34,7 @@ from .trainer.roles import Role as Role
 from .trainer.supervised.preference import DPOTrainer as DPOTrainer
 from .trainer.supervised.preference import RMTrainer as RMTrainer
 from .trainer.supervised.sft import SFTTrainer as SFTTrainer
+from .training_service.client import training_client as training_client
 from .workers.actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
 from .workers.critic import CriticWorker as CriticWorker
 from .workers.reward_model import RewardModelWorker as RewardModelWorker

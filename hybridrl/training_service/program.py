@@ -102,7 +102,8 @@ def _computation(options: ServiceOptions, worker: WorkerSettings) -> Iterator[Co
         return
     start_ray()
     use_gpu = {"auto": None, "cpu": False, "cuda": True}[options.device]
-    of_trainer, of_replica = (RayClassWithInitArgs(cls, worker) for cls in (TrainingServiceWorker, SamplingWorker))
+    of_trainer = RayClassWithInitArgs(TrainingServiceWorker, worker)
+    of_replica = RayClassWithInitArgs(SamplingWorker, worker)
     with (
         RayResourcePool([options.trainers], use_gpu=use_gpu) as for_trainers,
         RayResourcePool([options.replicas], use_gpu=use_gpu) as for_replicas,
