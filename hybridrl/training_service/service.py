@@ -86,6 +86,7 @@ class TrainingService:
         ]
         self._lanes: dict[str, ModelLane] = {}  # of models whose sessions are open
         self._sample_lanes: dict[tuple[str, str, int], SampleLane] = {}  # by tenant, version and replica
+        self._last_replica = -1
 
     def start(self) -> None:
         """Go on with what an earlier server has left, and begin to compute."""
@@ -332,11 +333,13 @@ class TrainingService:
         executor.notify()
 
     def _least_busy(self) -> int:
-        """Return the number of the replica with the fewest open operations."""
+        """Return the number of the replica with the fewest open operations; of several, the next in turn."""
         busy = [0] * len(self._samplers)
         for (_, _, number), lane in self._sample_lanes.items():
             busy[number] += len(lane.waiting)
-        return busy.index(min(busy))
+        num, last = len(busy), self._last_replica
+        self._last_replica = min(range(num), key=lambda number: (busy[number], (number - last - 1) % num))
+        return self._last_replica
 
     # -- answers
 
