@@ -77,13 +77,13 @@ class HFRollout(VersionedRollout):
         self._routes = rollout.RouteLog(self._model) if setup.config.enable_rollout_routing_replay else None
         self._reads_images = reads_images(self._model.config)
         self._never = engine.placeholder_ids(self._model.config) if self._reads_images else ()
-        self._cache_argument = cache_argument(self._model)
-        if self._cache_argument in (None, "cache_params"):
+        if (name := cache_argument(self._model)) in (None, "cache_params"):
             raise ConfigError(
                 f"{ROLLOUT_KEY}.name=hf: {type(self._model).__name__} of {setup.model_path!r} does not take a cache of "
                 "keys and states, so that every token would be drawn without those before it; use "
                 "rollout.name=vllm"
             )
+        self._cache_argument: str = name
         super().__init__(setup, names=WeightNames.of(self._model))
         self._use_weights_on_disk()
 
