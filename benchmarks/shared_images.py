@@ -22,10 +22,11 @@ from examples.vision.build_model import PATCH, build_model
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.data.images import ImageProcessor, messages_with_images
+from hybridrl.trainer.data.images import messages_with_images
 from hybridrl.workers.engine.base import EngineSetup, MicroBatching
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine
 from hybridrl.workers.engine.image_model import vision_tower
+from hybridrl.workers.images import ImageProcessor
 
 PROMPTS, RESPONSE, SIDE, PASSES = 4, 16, 128, 5
 

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -18,15 +18,20 @@ from hybridrl.planning.costs import DEVICES, Costs, Device, Model, stage_seconds
 from hybridrl.planning.machine import copy_bandwidth, product_speed, this_machine
 from hybridrl.planning.processes import Moment, PlannedProcess
 from hybridrl.trainer import ppo
+from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.ppo.stages import StepSettings, computes_old_log_probs
+from hybridrl.workers.engine.hf_model import reads_images
+from hybridrl.workers.engine.image_model import num_tower_params
 from hybridrl.workers.engine.memory_plan import MemoryParts
 from hybridrl.workers.engine.model_shape import ModelShape
+from hybridrl.workers.images import load_processor
 
 GIB = 2**30
 USABLE = 0.92  # of a device; the rest is for its libraries, communication and fragments
 MIN_SPEED_UP = 1.2  # of bfloat16, to be worth its rounding
 BFLOAT16 = {f"{ACTOR}.fsdp_config.dtype": "bfloat16", "actor_rollout_ref.rollout.dtype": "bfloat16"}
 CLUSTER_OVERHEADS = ("update_overhead_s", "call_overhead_s", "push_overhead_s")  # of a job on several GPUs
+IMAGE_SIDES = (224, 448, 896, 1792)  # pixels
 PARTS = tuple(field.name for field in fields(MemoryParts))
 
 
@@ -62,6 +67,7 @@ def plan(arguments: argparse.Namespace) -> int:
         + f"\n\n{'nothing fits; take more devices' if best is None else 'settings of the first that fits:'}\n"
         + (overrides(best) if best else "")
     )
+    show(tower_line(config))
     if not problem and (costs := named.costs(config)) is not None:
         show(expected_step(config, costs, on=str(named)))
     if named.bfloat16 and (advice := faster_dtype(config, named.bfloat16)):
@@ -217,10 +223,30 @@ def read_shape(path: str) -> ModelShape:
     from transformers import AutoConfig
 
     try:
-        return ModelShape.of(AutoConfig.from_pretrained(path))
+        found = AutoConfig.from_pretrained(path)
+        tower = num_tower_params(found) if reads_images(found) else 0
+        return replace(ModelShape.of(found), tower=tower)
     except (OSError, ValueError, KeyError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"{path}: the model's config.json cannot be used ({text}); correct the path") from error
+
+
+def tower_line(config: PPOConfig) -> str:
+    """Return a line with the size of a model's vision tower and the tokens of some images, "" for a model of text."""
+    model, limit = config.actor_rollout_ref.model, config.data.max_prompt_length
+    shape = read_shape(str(model.path))
+    if not shape.tower:
+        return ""
+    processor = load_processor(model, load_tokenizer(str(model.path), key="actor_rollout_ref.model.path"), config.data)
+    assert processor is not None, "a model with a tower reads images"
+    tokens = {side: processor.num_tokens([processor.blank(side)]) for side in IMAGE_SIDES}
+    shown = ", ".join(f"{side}x{side} pixels {number}" for side, number in tokens.items())
+    frozen = "frozen" if config.actor_rollout_ref.actor.freeze_vision_tower else "trained"
+    return (
+        f"\nvision tower: {shape.tower / 1e6:,.1f} M of {shape.params / 1e6:,.1f} M parameters, {frozen}; tokens of an "
+        f"image: {shown}, of data.max_prompt_length={limit}. Its own activations are not in the table; "
+        "`hybridrl data inspect FILE --model` counts the tokens of your images\n"
+    )
 
 
 def word(value: Any) -> str:

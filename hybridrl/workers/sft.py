@@ -75,6 +75,7 @@ class SupervisedWorker(TrainingWorker):
             grad_clip=config.grad_clip,
             seed=config.trainer.seed,
             lora=lora_of(config.model),
+            freeze_vision_tower=config.freeze_vision_tower,
             whole_logits=not config.model.use_fused_kernels,
         )
 

@@ -12,13 +12,17 @@ import numpy as np
 
 import reward_score
 from hybridrl.config import model_folder
+from hybridrl.config.schema.data import ImageDataConfig
+from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.driver.terminal import show
 from hybridrl.errors import DataError
+from hybridrl.trainer import data
 from hybridrl.trainer.data.chat_template import check_messages, render
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import as_messages
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.supervised.preference_data import is_blank
+from hybridrl.workers.images import load_processor
 
 MAX_REASONS, MAX_SHOWN, WIDTH = 5, 12, 64
 LONGEST = ("half", 50), ("95 %", 95), ("longest", 100)  # percentiles of lengths
@@ -33,6 +37,7 @@ class TrainingProgram:
     meanings: Mapping[str, str]
 
 
+IMAGES = dict.fromkeys(("images", "image"), "the k-th is the k-th <image> of the text")
 PROMPT = "prompt: a text, or messages with role and content"
 PROGRAMS = (
     TrainingProgram("main_sft", ("messages",), {"messages": "conversation; the loss is on the assistant's tokens"}),
@@ -90,7 +95,7 @@ def inspect_file(arguments: argparse.Namespace) -> int:
             "data.prompt_key=COLUMN data.ground_truth_key=COLUMN\n"
         )
         return 1
-    problems = [*_problems(rows, columns, program, named)]
+    problems = [*_problems(rows, columns, program, named), *_write_images(rows, named)]
     if arguments.model is not None and not problems:
         problems = _write_lengths(rows, program, arguments.model, named)
     show("".join(f"refused: {problem}\n" for problem in problems) or "nothing would be refused\n")
@@ -107,7 +112,7 @@ def _summary(
 ) -> Iterator[str]:
     yield f"{file}: {len(rows)} rows, " + (f"for {program.name}" if program else "for no program")
     yield f"  {'column':16}{'filled':>8}  {'type':{WIDTH}} meaning"
-    meanings = {} if program is None else dict(program.meanings)
+    meanings = {} if program is None else dict(program.meanings) | IMAGES
     meanings |= {name: meanings.get(key, f"data.{key}_key") for key, name in named.items()}
     for name, (kind, filled) in [*columns.items()][:MAX_SHOWN]:
         shown = kind if len(kind) <= WIDTH else f"{kind[: WIDTH - 3]}..."
@@ -135,6 +140,27 @@ def _problems(
     return found
 
 
+def _write_images(rows: ParquetRows, named: Mapping[str, str]) -> Iterator[str]:
+    """Print how many images the rows have and their sizes; yield what is refused. Every image is decoded."""
+    refusals = Refusals()
+    if not (column := refusals.value(data.find_column, rows, named.get("image", "images"))):
+        yield from refusals.lines()
+        return
+    limit = ImageDataConfig().max_images_per_prompt
+    numbers, sizes = list[int](), list[tuple[int, int]]()
+    for row in range(len(rows)):
+        _, images = refusals.value(data.read_images, rows, row, column, max_images=limit) or ([], [])
+        numbers.append(len(images))
+        sizes += [image.size for image in images]
+    sizes.sort(key=lambda size: size[0] * size[1])
+    found = [(name, sizes[(len(sizes) - 1) * percentile // 100]) for name, percentile in LONGEST] if sizes else []
+    shown = [f"{name} {width}x{height}" for name, (width, height) in found]
+    filled = sum(number > 0 for number in numbers)
+    most = max(numbers, default=0)
+    show(f"images: {sum(numbers)} in {filled} of {len(rows)} rows, at most {most} in one; pixels: {', '.join(shown)}\n")
+    yield from refusals.lines()
+
+
 def _num_without_truth(rows: ParquetRows, columns: Mapping[str, Any]) -> int:
     """Return how many rows have no ground truth, and are not scored by a reward model."""
     if "reward_model" not in columns:
@@ -159,16 +185,34 @@ CHECKS: Mapping[str, Callable[[Any, str], Any]] = {"messages": check_messages, "
 
 def _row_problems(rows: ParquetRows, key: str, check: Callable[[Any, str], Any]) -> Iterator[str]:
     """Yield the first row that is refused for each reason, and how many are."""
-    refusals: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    refusals = Refusals()
     for start, values in rows.values(key, batch=1000, limit=len(rows)):
         for row, value in enumerate(values, start):
-            if text := _refusal(check, value, rows.location(row)):
-                reason = text.partition(": ")[2].partition(", found")[0]
-                refusals[reason] += 1
-                first.setdefault(reason, text)
-    for reason, count in refusals.most_common(MAX_REASONS):
-        yield f"{first[reason]} ({count} rows)"
+            refusals.value(check, value, rows.location(row))
+    yield from refusals.lines()
+
+
+class Refusals:
+    """What was refused, by reason: the first row, and how many."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def value(self, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return what a function returns; None if it refuses its arguments."""
+        try:
+            return read(*arguments, **options)
+        except DataError as error:
+            reason = str(error).partition(": ")[2].partition(", found")[0]
+            self._counts[reason] += 1
+            self._first.setdefault(reason, str(error))
+            return None
+
+    def lines(self) -> Iterator[str]:
+        """Yield the first row that is refused for each reason, and how many are."""
+        for reason, count in self._counts.most_common(MAX_REASONS):
+            yield f"{self._first[reason]} ({count} rows)"
 
 
 def _refusal(check: Callable[..., Any], *arguments: Any) -> str:
@@ -182,22 +226,34 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str:
 
 def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str, named: Mapping[str, str]) -> list[str]:
     """Print the lengths in tokens of the first column that the program needs, and return what is refused."""
-    tokenizer = load_tokenizer(model_folder(model, key="--model"), key="--model")
+    folder = model_folder(model, key="--model")
+    tokenizer = load_tokenizer(folder, key="--model")
     key = program.needs[0]
     try:
-        lengths = token_lengths(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt")
+        processor = load_processor(ModelConfig(path=folder), tokenizer, ImageDataConfig())
+        images = data.ImageColumn(rows, named.get("image", "images"), processor)
+        lengths = token_lengths(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt", images=images)
     except DataError as error:
         return [str(error)]
     shown = ", ".join(f"{name} {np.percentile(lengths, percentile):.0f}" for name, percentile in LONGEST)
     limit = "data.max_prompt_length" if key == "prompt" else "data.max_length"
     show(f"tokens of {key}: {shown}; {limit}={max(lengths)} keeps all rows\n")
+    if own := [images.more_tokens(row) for row in images.rows_with_images()]:
+        shown = ", ".join(f"{name} {np.percentile(own, percentile):.0f}" for name, percentile in LONGEST)
+        show(f"  of these of the images of a row: {shown}\n")
     return []
 
 
 def token_lengths(
-    rows: ParquetRows, key: str, tokenizer: Any, *, is_prompt: bool, limit: int = sys.maxsize
+    rows: ParquetRows,
+    key: str,
+    tokenizer: Any,
+    *,
+    is_prompt: bool,
+    limit: int = sys.maxsize,
+    images: data.ImageColumn | None = None,
 ) -> list[int]:
-    """Return the tokens of each row's prompt or conversation, of the first `limit` rows.
+    """Return the tokens of each row's prompt or conversation with its images, of the first `limit` rows.
 
     Raises:
         DataError: A row is no prompt, or the chat template rejects it.
@@ -206,11 +262,15 @@ def token_lengths(
     for start, values in rows.values(key, batch=1000, limit=min(limit, len(rows))):
         locate = lambda i, start=start: rows.location(start + i)  # noqa: E731
         messages = [as_messages(value, locate(i)) for i, value in enumerate(values)]
+        if images is not None:
+            messages = [images.messages(start + i, message) for i, message in enumerate(messages)]
         if not getattr(tokenizer, "chat_template", None) and all(isinstance(value, str) for value in values):
             lengths += map(len, tokenizer(values)["input_ids"])
             continue
         rendered = render(tokenizer, messages, locate, add_generation_prompt=is_prompt)
         lengths += map(len, rendered["input_ids"])
+    if images is not None:
+        lengths = [length + images.more_tokens(row) for row, length in enumerate(lengths)]
     return lengths
 
 

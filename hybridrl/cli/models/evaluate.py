@@ -24,6 +24,7 @@ from hybridrl.evaluation.estimates import grouped, table
 from hybridrl.evaluation.output_files import prepare_folder
 from hybridrl.evaluation.scoring import report, sample_of, score_calls, write_lines
 from hybridrl.rewards.sample_score import SampleScore
+from hybridrl.trainer import data
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import as_messages
 
@@ -110,7 +111,6 @@ def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
     found = find_model(arguments.model, name=arguments.model_name, key_variable=arguments.key_variable)
     model, file, output = asyncio.run(found), data_file(arguments.task), str(folder / "samples" / "0.jsonl")
     rows = ParquetRows(file)
-    rows.reject_images()
     rows.require(config.data.prompt_key, "data.prompt_key")
     num = len(rows) if config.data.val_max_samples < 0 else min(config.data.val_max_samples, len(rows))
     if not num:
@@ -131,8 +131,13 @@ def _requests(
 ) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """Return n requests for each of the first `num` rows; those of a row are adjacent."""
     found = []
+    column = data.find_column(rows, config.data.image_key)
     for row in range(num):
         messages = as_messages(rows[row][config.data.prompt_key], rows.location(row))
+        if column is not None:
+            limit = config.data.max_images_per_prompt
+            _, images = data.read_images(rows, row, column, max_images=limit)
+            messages = data.messages_with_data(messages, images, rows.location(row)) if images else messages
         found += [(messages, _parameters(config, n, seed=row * n + sample)) for sample in range(n)]
     return found
 

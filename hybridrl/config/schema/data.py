@@ -46,18 +46,22 @@ class SamplerConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class ImageDataConfig:
+    image_key: str = setting("images", "Column with the images of a prompt: a list of bytes, mappings or paths.")
+    mm_processor_kwargs: dict = setting(
+        {}, "Settings of the model's image processor, for instance min_pixels and max_pixels.", free=True
+    )
+    max_images_per_prompt: int = setting(16, "Most images of one prompt; a row with more is refused.", ge=1)
+
+
+@dataclass(frozen=True)
+class DataConfig(ImageDataConfig):
     train_files: list[str] = setting([], f"Training prompts {FILES}")
     val_files: list[str] = setting([], f"Validation prompts {FILES}")
     prompt_key: str = setting("prompt", "Column with the prompt: a string or a list of chat messages.")
     ground_truth_key: str | None = setting(
         None, "Column with what the reward function gets as ground_truth; null means reward_model.ground_truth."
     )
-    image_key: str = setting("images", "Column with the images of a prompt: a list of bytes, mappings or paths.")
-    mm_processor_kwargs: dict = setting(
-        {}, "Settings of the model's image processor, for instance min_pixels and max_pixels.", free=True
-    )
-    max_images_per_prompt: int = setting(16, "Most images of one prompt; a row with more is refused.", ge=1)
     train_batch_size: int = setting(1024, "Prompts of one step.", ge=1)
     gen_batch_size: int | None = setting(
         None,

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from hybridrl.config.fields import MAX_SEED, section, setting
-from hybridrl.config.schema.data import FILES
+from hybridrl.config.schema.data import FILES, ImageDataConfig
 from hybridrl.config.schema.engine import DYNAMIC, MICRO
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
+from hybridrl.config.schema.workers import FREEZE, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 
 
 @dataclass(frozen=True)
-class SupervisedDataConfig:
+class SupervisedDataConfig(ImageDataConfig):
     train_files: list[str] = setting([], f"Training rows {FILES}")
     val_files: list[str] = setting([], f"Validation rows {FILES}")
     train_batch_size: int = setting(256, "Rows of the data in one optimizer step.", ge=1)
@@ -46,6 +46,7 @@ class SupervisedConfig:
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
+    freeze_vision_tower: bool = setting(False, FREEZE)
     trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines, checkpoints and logs.")
 
 

@@ -14,6 +14,7 @@ from hybridrl.config.schema.rollout import RolloutConfig
 
 MCORE = "Takes effect with strategy=megatron only."
 KL_KINDS = tuple(kind + suffix for suffix in ("", "+") for kind in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
+FREEZE = "Do not train the part of the model that computes images, its projection to the text's states included."
 PATH_OR_NULL = "Directory, Hugging Face name or GGUF file of the model"
 
 
@@ -191,9 +192,7 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = setting(None, MICRO, gt=0)
     use_dynamic_bsz: bool = setting(False, DYNAMIC)
     ppo_max_token_len_per_gpu: int = setting(16384, BUDGET, gt=0)
-    freeze_vision_tower: bool = setting(
-        False, "Do not train the part of the model that computes images, its projection to the text's states included."
-    )
+    freeze_vision_tower: bool = setting(False, FREEZE)
     use_prefix_grouper: bool = setting(
         False, "Compute first tokens that rows of a micro-batch have in common once, in policy, reference and teachers."
     )

@@ -1,102 +1,138 @@
-"""Images of prompts: from a row of a data file to what the model reads.
+"""Images of the rows of data files: which column has them, where a text mentions them, and what is refused.
 
-`RLHFDataset` uses an `ImageProcessor`, in the driver. One call of the model's own image processor per row is the only
-source of its image tokens and of its patches. What a data file may hold is checked before a run starts: every image is
-decoded once.
-
-Shapes: K images of a row.
+The datasets use an `ImageColumn`, in the driver. `workers/images` turns the images into what a model reads. What a data
+file may hold is checked before a run starts: every image is decoded once.
 """
 
-import io
+import base64
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybridrl.algos.partition.row_images import RowImages, image_hash
-from hybridrl.errors import ConfigError, DataError, model_errors
+from hybridrl.algos.partition.row_images import IMAGE_DATA, IMAGE_INPUTS
+from hybridrl.errors import DataError
+from hybridrl.workers import images as row_images
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from hybridrl.trainer.data.parquet import ParquetRows
+
 TAG, VIDEO_TAG = "<image>", "<video>"
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA"})
-MAX_BYTES = 50_000_000  # of an encoded image
-MAX_PIXELS = 50_000_000  # 150 MB as RGB; a photograph of a phone has 12 to 50 million
-MIN_SIDE = 4  # pixels: an image of fewer shows nothing, and is often the rest of a failed download
-MAX_RATIO = 200  # of the sides, the limit of Qwen's image processors
+TRL_COLUMN = "image"
 
 
-class ImageProcessor:
-    """The image processor of a model, and the token that its chat template writes for an image.
+class ImageColumn:
+    """The images of the rows of files, for a dataset that tokenizes the rows when it is made.
 
     Args:
-        path: Directory or Hugging Face name of the model.
-        tokenizer: Its tokenizer.
-        options: `data.mm_processor_kwargs`: settings that replace the processor's own.
-        max_images: Most images of one row.
+        rows: The files.
+        key: `data.image_key`.
+        processor: Of the model, an `ImageProcessor`; None: the model reads text only.
 
     Raises:
-        ConfigError: The model has no image processor, or none whose tokens can be counted.
+        DataError: A row has videos, or images that the model does not read.
     """
 
-    def __init__(self, path: str, tokenizer: Any, *, options: dict[str, Any], max_images: int, token_id: int):
-        from transformers import AutoImageProcessor
-
-        with model_errors(path, "cannot load its image processor"):
-            self._processor: Any = AutoImageProcessor.from_pretrained(path, **options)
-        lacking = [name for name in ("merge_size", "get_number_of_image_patches") if not hasattr(self._processor, name)]
-        if lacking:
-            raise ConfigError(
-                f"{path}: {type(self._processor).__name__} has no {lacking[0]}, so tokens cannot be counted"
+    def __init__(self, rows: "ParquetRows", key: str, processor: Any):
+        self._rows, self.processor = rows, processor
+        self.name = find_column(rows, key)
+        if self.name is not None and processor is None:
+            raise DataError(
+                f"{rows.location(rows.first_filled(self.name) or 0)} has images in column {self.name!r} "
+                "(data.image_key), and the model, or this program, reads text only; train a model that reads images, "
+                "or remove the column"
             )
-        self._options, self.max_images, self.token_id = options, max_images, token_id
-        self._merged = self._processor.merge_size**2
-        self.token = tokenizer.convert_ids_to_tokens(token_id)
+        self._numbers: dict[int, int] = {}  # row -> images
+        self._more: dict[int, int] = {}  # row -> tokens of its images, beyond their placeholders
 
-    def num_tokens(self, images: Sequence["Image.Image"]) -> int:
-        """Return how many tokens the processor makes of the images, without computing their patches."""
-        counted = (self._processor.get_number_of_image_patches(image.height, image.width, {}) for image in images)
-        return sum(number // self._merged for number in counted)
+    def _read(self, row: int) -> tuple[list[bytes], list["Image.Image"]]:
+        """Return the images of a row, encoded and decoded."""
+        if self.name is None:
+            return [], []
+        return read_images(self._rows, row, self.name, max_images=self.processor.max_images)
 
-    def __call__(self, tokens: np.ndarray, images: Sequence["Image.Image"]) -> tuple[np.ndarray, RowImages]:
-        """Return the tokens of a row with its images, and what the model reads.
+    def messages(self, row: int, messages: list[dict]) -> list[dict]:
+        """Return the messages of a row as a chat template reads images, and count the tokens of the images.
 
-        The tokens of an image stand in place of its placeholder.
+        Every image is decoded.
+        """
+        if self.processor is None:
+            return messages
+        location = self._rows.location(row)
+        _, images = self._read(row)
+        found = messages_with_images(messages, len(images), location)
+        self._numbers[row] = len(images)
+        if images:
+            self._more[row] = self.processor.num_tokens(images) - len(images)
+        return found
+
+    def check(self, row: int, tokens: Sequence[int], trained: Iterable[int] = ()) -> None:
+        """Raise DataError unless the tokens of a row have one placeholder per image, none of them trained.
 
         Args:
-            tokens: Of the chat template, with one placeholder per image.
-            images: In the order of the placeholders.
+            row: A row whose `messages` were asked for.
+            tokens: Its tokens.
+            trained: Those that a loss reads.
         """
-        made = self._processor(images=list(images), return_tensors="np")
-        grids, pixels = np.asarray(made["image_grid_thw"], dtype=np.int64), np.asarray(made["pixel_values"], np.float32)
-        numbers = grids.prod(-1) // self._merged
-        ends = grids.prod(-1).cumsum()
-        repeats = np.ones(len(tokens), dtype=np.int64)
-        [placeholders] = (tokens == self.token_id).nonzero()
-        repeats[placeholders] = numbers
-        starts = (repeats.cumsum() - repeats)[placeholders]
-        parts = np.split(pixels, ends[:-1])
-        hashes = [image_hash(part, grid) for part, grid in zip(parts, grids, strict=True)]
-        return np.repeat(tokens, repeats), {
-            "pixel_values": pixels,
-            "image_grid_thw": grids,
-            "image_starts": starts,
-            "image_tokens": numbers,
-            "image_hashes": np.array(hashes, dtype=np.int64),
-        }
-
-    def check_placeholders(self, tokens: Sequence[int], num_images: int, location: str) -> None:
-        """Raise DataError unless a row's tokens have one placeholder per image."""
-        found = sum(token == self.token_id for token in tokens)
-        if found != num_images:
+        if self.processor is None:
+            return
+        location = self._rows.location(row)
+        self.processor.check_placeholders(tokens, self._numbers[row], location)
+        if self.processor.token_id in trained:
             raise DataError(
-                f"{location}: the chat template writes {found} times {self.token} for {num_images} images; a prompt "
-                "must not have this token in its text, and the template must write it once per image"
+                f"{location}: the assistant answers with an image, which models do not write; remove the row"
             )
+
+    def more_tokens(self, row: int) -> int:
+        """Return the tokens that the images of a row have beyond their placeholders."""
+        return self._more.get(row, 0)
+
+    def rows_with_images(self) -> Set[int]:
+        """Return the rows that have images, of those whose `messages` were asked for."""
+        return self._more.keys()
+
+    def inputs(self, row: int, tokens: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+        """Return the tokens of a row with those of its images, and its columns of images.
+
+        The columns are the encoded images and what the model reads. A row without images has none.
+        """
+        if row not in self._more:
+            return tokens, {}
+        encoded, images = self._read(row)
+        tokens, inputs = self.processor(tokens, images)
+        return tokens, {IMAGE_DATA: {"images": encoded}, IMAGE_INPUTS: inputs}
+
+
+def find_column(rows: "ParquetRows", key: str) -> str | None:
+    """Return the column with images: that of `data.image_key`, or TRL's `image`; None: no row has any.
+
+    Raises:
+        DataError: A row has videos or audio.
+    """
+    for column in ("videos", "audios"):
+        if (row := rows.first_filled(column)) is not None:
+            raise DataError(f"{rows.location(row)} has {column}, which are not read; remove the column")
+    columns = dict.fromkeys((key, TRL_COLUMN))
+    return next((column for column in columns if rows.first_filled(column) is not None), None)
+
+
+def read_images(
+    rows: "ParquetRows", row: int, column: str, *, max_images: int
+) -> tuple[list[bytes], list["Image.Image"]]:
+    """Return the images of a row, encoded and decoded.
+
+    Raises:
+        DataError: It has too many, or one that is not read; the message names file and row.
+    """
+    location = rows.location(row)
+    values = image_list(rows[row].get(column), location, max_images=max_images)
+    folder = os.path.dirname(location.rpartition(" row ")[0])
+    encoded = [encoded_image(value, location, folder=folder) for value in values]
+    return encoded, [row_images.decoded_image(image, location) for image in encoded]
 
 
 def image_list(value: Any, location: str, *, max_images: int) -> list[Any]:
@@ -129,8 +165,10 @@ def encoded_image(value: Any, location: str, *, folder: str) -> bytes:
         value = _file_bytes(value, location, folder=folder)
     if not isinstance(value, bytes | bytearray) or not value:
         raise DataError(f"{location}: an image is {value!r:.60}; give bytes, a mapping with bytes or path, or a path")
-    if len(value) > MAX_BYTES:
-        raise DataError(f"{location}: an image has {len(value)} bytes, at most {MAX_BYTES} are read; compress it")
+    if len(value) > row_images.MAX_BYTES:
+        raise DataError(
+            f"{location}: an image has {len(value)} bytes, at most {row_images.MAX_BYTES} are read; compress it"
+        )
     return bytes(value)
 
 
@@ -145,76 +183,15 @@ def _file_bytes(path: str, location: str, *, folder: str) -> bytes:
                 f"{location}: the image {path!r:.100} is not in the folder of its data file, {folder}; move it there, "
                 "and give its path relative to it"
             )
-        if os.path.getsize(file) > MAX_BYTES:
-            raise DataError(f"{location}: the image {path!r:.100} has more than {MAX_BYTES} bytes; compress it")
+        if os.path.getsize(file) > row_images.MAX_BYTES:
+            raise DataError(
+                f"{location}: the image {path!r:.100} has more than {row_images.MAX_BYTES} bytes; compress it"
+            )
         return Path(file).read_bytes()
     except DataError:  # also a ValueError
         raise
     except (OSError, ValueError) as error:
         raise DataError(f"{location}: the image {path!r:.100} cannot be read: {error}") from error
-
-
-def decoded_image(encoded: bytes, location: str) -> "Image.Image":
-    """Return an image as RGB, transparent parts white, turned as its EXIF entry says.
-
-    Raises:
-        DataError: It is damaged, of another format, animated, of another colour model, too small, too large, or too
-            narrow. Its size is checked before it is decoded.
-    """
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
-            if problem := _problem(image):
-                raise DataError(f"{location}: {problem}")
-            image.load()
-            return _as_rgb(ImageOps.exif_transpose(image))
-    except DataError:
-        raise
-    except Image.UnidentifiedImageError as error:
-        raise DataError(
-            f"{location}: {len(encoded)} bytes that begin with {encoded[:12]!r} are no image; formats are "
-            f"{', '.join(FORMATS)}"
-        ) from error
-    except (
-        Exception
-    ) as error:  # decoders of damaged files raise anything: OSError, ValueError, SyntaxError, struct.error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{location}: an image is damaged or too large: {reason:.200}") from error
-
-
-def _problem(image: "Image.Image") -> str | None:
-    """Return why an opened image, not decoded yet, is not read."""
-    short, long = sorted(image.size)
-    size = f"an image of {image.width}x{image.height} pixels"
-    if image.width * image.height > MAX_PIXELS:
-        return f"{size} is larger than {MAX_PIXELS} pixels; make it smaller"
-    if short < MIN_SIDE:
-        return f"{size} has a side of fewer than {MIN_SIDE}; leave the row out"
-    if long > MAX_RATIO * short:
-        return f"{size} is more than {MAX_RATIO} times as long as wide; cut it"
-    if (frames := getattr(image, "n_frames", 1)) > 1:
-        return f"{size} has {frames} frames; store the frame that you mean"
-    if image.mode not in MODES:
-        return f"{size} has the colour model {image.mode}; convert it to RGB"
-    return None
-
-
-def _as_rgb(image: "Image.Image") -> "Image.Image":
-    from PIL import Image
-
-    if image.mode not in ("LA", "PA", "RGBA") and "transparency" not in image.info:
-        return image.convert("RGB")
-    rgba = image.convert("RGBA")
-    white = Image.new("RGBA", rgba.size, "white")
-    return Image.alpha_composite(white, rgba).convert("RGB")
-
-
-def as_encoded(image: "Image.Image") -> bytes:
-    """Return an image of Pillow as PNG."""
-    with io.BytesIO() as stream:
-        image.save(stream, format="PNG")
-        return stream.getvalue()
 
 
 def messages_with_images(messages: list[dict], num_images: int, location: str) -> list[dict]:
@@ -238,6 +215,19 @@ def messages_with_images(messages: list[dict], num_images: int, location: str) -
     return found
 
 
+def messages_with_data(messages: list[dict], images: Sequence["Image.Image"], location: str) -> list[dict]:
+    """Return the messages with their images in OpenAI's parts, as requests to other models have them."""
+    urls = iter(f"data:image/png;base64,{base64.b64encode(row_images.as_encoded(image)).decode()}" for image in images)
+    return [
+        {**message, "content": [_openai_part(part, urls) for part in message["content"]]}
+        for message in messages_with_images(messages, len(images), location)
+    ]
+
+
+def _openai_part(part: dict[str, Any], urls: Iterator[str]) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": next(urls)}} if part["type"] == "image" else part
+
+
 def _parts(content: Any, location: str) -> list[dict[str, Any]]:
     """Return a message's content as a list of texts and images."""
     if isinstance(content, str):
@@ -255,10 +245,11 @@ def _parts(content: Any, location: str) -> list[dict[str, Any]]:
     return parts
 
 
-def check_tokens(tokens: int, limit: int, location: str) -> None:
+def check_tokens(tokens: int, limit: int, location: str, *, key: str = "data.max_prompt_length") -> None:
     """Raise DataError for a row with images that is too long: truncation would cut images."""
     if tokens > limit:
         raise DataError(
-            f"{location}: a prompt with images has {tokens} tokens, more than data.max_prompt_length={limit}; raise "
-            "it, set data.filter_overlong_prompts=true, or lower max_pixels in data.mm_processor_kwargs"
+            f"{location}: a row with images has {tokens} tokens, more than {key}={limit}, and is not cut; raise it, "
+            "leave longer rows out (data.filter_overlong_prompts, or data.truncation=filter), or lower max_pixels in "
+            "data.mm_processor_kwargs"
         )

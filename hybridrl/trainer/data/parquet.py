@@ -116,18 +116,6 @@ class ParquetRows:
             start += table.num_rows
         return None
 
-    def reject_images(self) -> None:
-        """Raise DataError if a row has an image, for programs that read text only.
-
-        The column may be verl's or TRL's.
-        """
-        for column in ("images", "image"):
-            if (row := self.first_filled(column)) is not None:
-                raise DataError(
-                    f"{self.location(row)} has images in column {column!r}, which this program does not read: "
-                    "hybridrl.main_ppo alone trains with images (docs/images.md); remove the column"
-                )
-
     def values(self, column: str, *, batch: int, limit: int) -> Iterator[tuple[int, list]]:
         """Yield (number of the first row, values) of `column`.
 

@@ -9,14 +9,12 @@ Shape letters: B rows, P tokens of the batch's longest prompt.
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from hybridrl.algos.partition.row_images import IMAGE_DATA, IMAGE_INPUTS
 from hybridrl.config.schema.data import DataConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_object
@@ -41,7 +39,7 @@ class RLHFDataset:
         data_files: Parquet files; one path or a list.
         tokenizer: A Hugging Face tokenizer.
         config: Which column, which limit, what to do with longer prompts.
-        processor: Of the model, see `ImageProcessor`; None: the model reads text only.
+        processor: Of the model, see `workers/images`; None: the model reads text only.
         max_samples: Use only the first rows; -1 means all.
 
     Raises:
@@ -66,10 +64,9 @@ class RLHFDataset:
             self._rows.require(config.ground_truth_key, "data.ground_truth_key")
         for column in ("data_source", "ability"):
             self._rows.require_texts(column)
-        self._image_column = self._find_image_column()
+        self._images = data_room.ImageColumn(self._rows, config.image_key, processor)
         num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._reject_missing_truths(num_rows)
-        self._image_tokens: dict[int, int] = {}  # row -> tokens of its images, beyond their placeholders
         self._tokens = self._tokenize(num_rows)
         self._rows_in_use = self._fitting_rows()
         if not self._rows_in_use:
@@ -84,7 +81,7 @@ class RLHFDataset:
         row = self._rows_in_use[position]
         columns = self._rows[row]
         extra_info = columns.get("extra_info") or {}
-        tokens, images = self._tokens_and_images(row, columns)
+        tokens, images = self._tokens_and_images(row)
         return {
             "input_ids": torch.from_numpy(tokens.astype(np.int64)),
             "raw_prompt_ids": tokens.tolist(),
@@ -99,32 +96,17 @@ class RLHFDataset:
             **images,
         }
 
-    def _tokens_and_images(self, row: int, columns: Mapping[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
-        """Return a row's tokens and its columns of images: encoded ones, and what the model reads."""
-        tokens, limit = self._tokens[row], self.config.max_prompt_length
-        if row not in self._image_tokens:
-            return truncate(tokens, limit, self.config.truncation), {}
-        location = self._rows.location(row)
-        encoded, images = self._images(columns, location)
-        tokens, inputs = self.processor(tokens, images)
-        data_room.check_tokens(len(tokens), limit, location)
-        return tokens, {IMAGE_DATA: {"images": encoded}, IMAGE_INPUTS: inputs}
-
-    def _images(self, columns: Mapping[str, Any], location: str) -> tuple[list[bytes], list]:
-        """Return the images of a row, encoded and decoded."""
-        if self._image_column is None:
-            return [], []
-        values = data_room.image_list(
-            columns.get(self._image_column), location, max_images=self.config.max_images_per_prompt
-        )
-        folder = os.path.dirname(location.rpartition(" row ")[0])
-        encoded = [data_room.encoded_image(value, location, folder=folder) for value in values]
-        return encoded, [data_room.decoded_image(image, location) for image in encoded]
+    def _tokens_and_images(self, row: int) -> tuple[np.ndarray, dict[str, Any]]:
+        """Return a row's tokens and its columns of images."""
+        tokens, columns = self._images.inputs(row, self._tokens[row])
+        if columns:
+            data_room.check_tokens(len(tokens), self.config.max_prompt_length, self._rows.location(row))
+        return truncate(tokens, self.config.max_prompt_length, self.config.truncation), columns
 
     @property
     def has_images(self) -> bool:
         """Whether any row in use has an image."""
-        return not self._image_tokens.keys().isdisjoint(self._rows_in_use)
+        return not self._images.rows_with_images().isdisjoint(self._rows_in_use)
 
     def _reward_model(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the reward of a row needs: its own mapping, or the column that `data.ground_truth_key` names."""
@@ -162,22 +144,6 @@ class RLHFDataset:
         first = self._rows.first_rows("data_source") or {"unknown": 0}
         return {source: self._rows.location(row) for source, row in first.items()}
 
-    def _find_image_column(self) -> str | None:
-        """Return the column with images: that of `data.image_key`, or TRL's `image`; None: no row has any."""
-        for column in ("videos", "audios"):
-            if (row := self._rows.first_filled(column)) is not None:
-                raise DataError(f"{self._rows.location(row)} has {column}, which are not read; remove the column")
-        for column in (self.config.image_key, "image"):
-            if (row := self._rows.first_filled(column)) is None:
-                continue
-            if self.processor is None:
-                raise DataError(
-                    f"{self._rows.location(row)} has images in column {column!r} (data.image_key), and the model, or "
-                    "this program, reads text only; train a model that reads images, or remove the column"
-                )
-            return column
-        return None
-
     def _tokenize(self, num_rows: int) -> list[np.ndarray]:
         """Return the untruncated tokens of the first `num_rows` rows, each (length,) int32."""
         tokens: list[np.ndarray] = []
@@ -199,18 +165,15 @@ class RLHFDataset:
         return render(self.tokenizer, conversations, location, add_generation_prompt=True, **options)["input_ids"]
 
     def _tokenize_with_images(self, row: int, messages: list[dict]) -> list[int]:
-        """Return the tokens of the chat template, with one placeholder per image; every image is decoded once."""
+        """Return the tokens of the chat template, with one placeholder per image."""
         location = self._rows.location(row)
-        _, images = self._images(self._rows[row] if self._image_column else {}, location)
-        [tokens] = self._render([data_room.messages_with_images(messages, len(images), location)], lambda _: location)
-        self.processor.check_placeholders(tokens, len(images), location)
-        if images:
-            self._image_tokens[row] = self.processor.num_tokens(images) - len(images)
+        [tokens] = self._render([self._images.messages(row, messages)], lambda _: location)
+        self._images.check(row, tokens)
         return tokens
 
     def _length(self, row: int) -> int:
         """Return the tokens of a row, those of its images included."""
-        return len(self._tokens[row]) + self._image_tokens.get(row, 0)
+        return len(self._tokens[row]) + self._images.more_tokens(row)
 
     def _fitting_rows(self) -> list[int]:
         limit = self.config.max_prompt_length
@@ -226,7 +189,7 @@ class RLHFDataset:
             return [row for row in range(total) if row not in dropped]
         if too_long and self.config.truncation == "error":
             self._reject_overlong(too_long)
-        for row in self._image_tokens.keys() & set(too_long):
+        for row in self._images.rows_with_images() & set(too_long):
             data_room.check_tokens(self._length(row), limit, self._rows.location(row))
         return list(range(len(self._tokens)))
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from hybridrl.errors import DataError
 from hybridrl.system.atomic_write import replaced_file
-from hybridrl.trainer import data
+from hybridrl.workers import images as row_images
 
 logger = logging.getLogger(__name__)
 COLUMNS = ("prompt", "data_source", "reward_model", "ability", "agent_name", "images", "image")
@@ -52,7 +52,7 @@ def _stored_images(value: Any) -> Any:
     """Return images of Pillow as mappings with PNG; what a file can hold is returned as it is."""
     if isinstance(value, list):
         return [_stored_images(image) for image in value]
-    return {"bytes": data.as_encoded(value), "path": None} if hasattr(value, "tobitmap") else value
+    return {"bytes": row_images.as_encoded(value), "path": None} if hasattr(value, "tobitmap") else value
 
 
 def _truth(row: Mapping[str, Any]) -> Any:

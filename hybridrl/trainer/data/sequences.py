@@ -4,8 +4,10 @@ Used by the datasets of SFT and of preferences, in the driver. Shapes: B rows, L
 R = L - 1.
 """
 
+import numpy as np
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.protocol import DataProto
 
 
@@ -23,7 +25,8 @@ def collate_sequences(rows: list[dict], pad_token_id: int) -> DataProto:
     """Return a batch in the format of training engines.
 
     `input_ids`, `attention_mask`, `position_ids` are (B, L) int64, padded on the right. `responses` (B, R) int64 are
-    the tokens after the first. `response_mask` (B, R) int64 is 1 where `loss_mask` is.
+    the tokens after the first. `response_mask` (B, R) int64 is 1 where `loss_mask` is. Rows with images have the column
+    `multi_modal_inputs`, see `algos/partition/row_images.py`.
     """
     input_ids = pad_right([row["input_ids"] for row in rows], pad_token_id)
     attention_mask = pad_right([torch.ones_like(row["input_ids"]) for row in rows], 0)
@@ -35,7 +38,10 @@ def collate_sequences(rows: list[dict], pad_token_id: int) -> DataProto:
         "responses": input_ids[:, 1:].clone(),
         "response_mask": loss_mask[:, 1:].clone(),
     }
-    return DataProto.from_dict(tensors)
+    if not any(IMAGE_INPUTS in row for row in rows):
+        return DataProto.from_dict(tensors)
+    images = np.fromiter((row.get(IMAGE_INPUTS) for row in rows), dtype=object, count=len(rows))
+    return DataProto.from_dict(tensors, {IMAGE_INPUTS: images})
 
 
 def pad_right(rows: list[torch.Tensor], value: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from hybridrl.trainer.ppo.columns import COLUMNS, MODEL_INPUT
 from hybridrl.trainer.ppo.metrics import global_seqlen_metrics
 from hybridrl.trainer.ppo.off_policy import staleness_metrics
 from hybridrl.trainer.ppo.policy.generator import Generator
-from hybridrl.trainer.ppo.policy.image_policy import check_image_data, image_processor
+from hybridrl.trainer.ppo.policy.image_policy import image_processor
 from hybridrl.trainer.ppo.policy.parity_gate import make_parity_gate
 from hybridrl.trainer.ppo.policy.policy_workers import make_policy_workers
 from hybridrl.trainer.ppo.policy.remote_evaluator import RemoteEvaluator
@@ -137,7 +137,6 @@ class PPOLoop(Trainer):
             train_sampler,
             processor=image_processor(config, tokenizer),
         )
-        check_image_data(config, train_loader.dataset, self.val_dataset)
         if Role.RewardModel not in role_worker_mapping:
             check_data_sources(train_loader.dataset, self.reward_fn)
             check_data_sources(self.val_dataset, self.val_reward_fn)

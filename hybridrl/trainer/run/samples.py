@@ -4,6 +4,7 @@ Also a few examples of every validation, of the same problems each time, to comp
 (`examples.jsonl` in the run's directory). Used by the trainer, validation and the report, in the driver.
 """
 
+import base64
 import contextlib
 import json
 import logging
@@ -17,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_DATA
 from hybridrl.driver.terminal import printable
 from hybridrl.protocol import DataProto
 from hybridrl.system.atomic_write import atomic_write
+from hybridrl.workers import images as row_images
 
 logger = logging.getLogger(__name__)
 EXAMPLES_FILE = "examples.jsonl"
@@ -44,10 +47,31 @@ def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list
         for r in batch.non_tensor_batch.get("reward_model", [None] * len(batch))
     ]
     ids, versions = sample_ids(batch), batch.batch.get("weights_version")
+    images = small_copies(batch)
     for i, score in enumerate(scores):
         record = {"step": step, "id": ids[i], "input": prompts[i], "output": responses[i], "gts": truths[i]}
         record |= {"score": score} | ({} if versions is None else {"version": int(versions[i])})
+        record |= {"images": images[i]} if i in images else {}
         yield record | {k: v[i] for k, v in extra.items()}
+
+
+def small_copies(batch: DataProto) -> dict[int, list[str]]:
+    """Return row -> small copies of its prompt's images, as data URIs that a page shows; rows without any are absent.
+
+    The samples of a prompt share them.
+    """
+    found: dict[int, list[str]] = {}
+    of_prompt: dict[int, list[str]] = {}
+    for row, data in enumerate(batch.non_tensor_batch.get(IMAGE_DATA, ())):
+        if data is not None:
+            if id(data) not in of_prompt:
+                of_prompt[id(data)] = [_data_uri(row_images.small_copy(image)) for image in data["images"]]
+            found[row] = of_prompt[id(data)]
+    return found
+
+
+def _data_uri(jpeg: bytes) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
 
 
 def sample_ids(batch: DataProto) -> list[str]:

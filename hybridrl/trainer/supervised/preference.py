@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS, images_of
 from hybridrl.algos.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, kto_baseline
 from hybridrl.config import DPOConfig, RMConfig
 from hybridrl.framework.stage import Stage
@@ -67,7 +68,7 @@ class DPOTrainer(PairTrainer):
     ) -> PreferenceDataset:
         """Return the tokenized pairs of `files`, or the labelled responses for a loss without pairs."""
         kind = PairDataset if self.loss_of(config).is_paired else LabelDataset
-        return kind(files, tokenizer, config.data, max_samples=max_samples)
+        return kind(files, tokenizer, config.data, max_samples=max_samples, processor=self.processor)
 
     @classmethod
     def step(cls, config: DPOConfig, roles: Collection[str]) -> list[Stage]:
@@ -169,12 +170,13 @@ def mismatched_rows(batch: DataProto, *, max_length: int) -> DataProto:
     """
     ids, lengths = batch.batch["input_ids"], batch.batch["attention_mask"].sum(-1).tolist()
     prompt_lengths = [n - m for n, m in zip(lengths, batch.batch["response_mask"].sum(-1).tolist(), strict=True)]
-    sequences = []
+    images, sequences = images_of(batch), []
     for row, prompt_length in enumerate(prompt_lengths):
         other = (row + 1) % len(batch)
         response = ids[other, prompt_lengths[other] : lengths[other]][: max_length - prompt_length]
         mask = torch.tensor([0] * prompt_length + [1] * len(response))
-        sequences.append({"input_ids": torch.cat([ids[row, :prompt_length], response]), "loss_mask": mask})
+        own = {} if images is None else {IMAGE_INPUTS: images[row]}
+        sequences.append({"input_ids": torch.cat([ids[row, :prompt_length], response]), "loss_mask": mask, **own})
     return collate_sequences(sequences, 0)
 
 

@@ -9,7 +9,7 @@ Shapes: N rows of the data in a batch, B sequences, L tokens of the longest, R =
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from hybridrl.config.schema.preference import DPODataConfig, PairDataConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
+from hybridrl.trainer import data as data_room
 from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import as_messages
@@ -36,16 +37,25 @@ class PreferenceDataset:
         tokenizer: A Hugging Face tokenizer.
         config: Settings `data`: columns, length limit, what to do with longer rows.
         max_samples: Use only the first rows; -1 means all.
+        processor: Of a model that reads images, see `workers/images`.
 
     Raises:
         DataError: A file or column is missing, a row cannot be used, a sequence is longer than `data.max_length` with
             `data.truncation=error`, or no row is left.
     """
 
-    def __init__(self, data_files: list[str] | str, tokenizer: Any, config: PairDataConfig, *, max_samples: int = -1):
+    def __init__(
+        self,
+        data_files: list[str] | str,
+        tokenizer: Any,
+        config: PairDataConfig,
+        *,
+        max_samples: int = -1,
+        processor: Any = None,
+    ):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
-        self._rows.reject_images()
+        self._images = data_room.ImageColumn(self._rows, config.image_key, processor)
         self._num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         for key in self.column_settings():
             if getattr(config, key) is not None:
@@ -72,7 +82,15 @@ class PreferenceDataset:
     def __getitem__(self, position: int) -> dict:
         """Return `sequences`: for each response a dict as `collate_sequences` takes it."""
         row = self._selected_rows[position]
-        return {"sequences": [_sequence(*tokens[row]) for tokens in self._responses]}
+        return {"sequences": self._sequences(row, self._responses)}
+
+    def _sequences(self, row: int, responses: Sequence[list[Tokens]]) -> list[dict]:
+        """Return a row's prompt with each of these responses. They share the images of the prompt."""
+        found = [_sequence(*tokens[row]) for tokens in responses]
+        prompt, columns = self._images.inputs(row, responses[0][row][0])
+        if columns:
+            found = [_sequence(prompt, tokens[row][1]) | columns for tokens in responses]
+        return found
 
     def collate(self, rows: list[dict]) -> DataProto:
         """Return `collate_sequences` of all sequences, row by row."""
@@ -130,13 +148,18 @@ class PreferenceDataset:
             kept = [i for i in range(len(some_prompts)) if start + i not in self._blank]
             locate = lambda i, start=start, kept=kept: self._rows.location(start + kept[i])  # noqa: E731
             pairs = [some_prompts[i] for i in kept], [some_responses[i] for i in kept]
-            for i, tokens in zip(kept, tokenize_responses(self.tokenizer, *pairs, locate), strict=True):
+            opened = lambda i, messages, start=start, kept=kept: self._images.messages(start + kept[i], messages)  # noqa: E731
+            for i, tokens in zip(kept, tokenize_responses(self.tokenizer, *pairs, locate, opened), strict=True):
                 found[start + i] = tokens
+                self._images.check(start + i, [*tokens[0], *tokens[1]], tokens[1])
         return found
 
     def _select_rows(self) -> list[int]:
         limit, total = self.config.max_length, self._num_rows
-        lengths = [max(sum(map(len, tokens[row])) for tokens in self._responses) for row in range(total)]
+        lengths = [
+            max(sum(map(len, tokens[row])) for tokens in self._responses) + self._images.more_tokens(row)
+            for row in range(total)
+        ]
         too_long = [row for row in range(total) if lengths[row] > limit]
         if too_long and self.config.truncation == "error":
             raise self.error(
@@ -241,7 +264,7 @@ class LabelDataset(PreferenceDataset):
         kind, place = divmod(position, len(self._selected_rows))
         row = self._selected_rows[place]
         label = 1 - kind if self.has_pairs else self._labels[row]
-        return {"sequences": [_sequence(*self._responses[kind][row])], "label": label}
+        return {"sequences": self._sequences(row, [self._responses[kind]]), "label": label}
 
     def __len__(self) -> int:
         return len(self._selected_rows) * len(self._responses)
@@ -260,8 +283,17 @@ def is_blank(response: Any) -> bool:
     return isinstance(response, str) and not response.strip()
 
 
-def tokenize_responses(tokenizer: Any, prompts: list, responses: list, locate: Locate) -> list[Tokens]:
+def tokenize_responses(
+    tokenizer: Any,
+    prompts: list,
+    responses: list,
+    locate: Locate,
+    opened: Callable[[int, list[dict]], list[dict]] = lambda row, messages: messages,
+) -> list[Tokens]:
     """Return the tokens of every prompt, and of its response with the end-of-turn or end-of-sequence token.
+
+    Args:
+        opened: Returns the messages of a prompt, by its position, as the chat template reads them.
 
     Raises:
         DataError: A row has no prompt or no response, or the tokens of a prompt are not a prefix of the
@@ -271,7 +303,7 @@ def tokenize_responses(tokenizer: Any, prompts: list, responses: list, locate: L
     if not has_template and all(isinstance(text, str) for text in [*prompts, *responses]):
         pairs = _tokenize_text(tokenizer, prompts, responses)
     else:
-        pairs = _tokenize_messages(tokenizer, prompts, responses, locate)
+        pairs = _tokenize_messages(tokenizer, prompts, responses, locate, opened)
     for i, (prompt, response) in enumerate(pairs):
         if not prompt or not response:
             raise DataError(f"{locate(i)}: {'a response' if prompt else 'a prompt'} has no tokens; remove the row")
@@ -286,10 +318,16 @@ def _tokenize_text(tokenizer: Any, prompts: list[str], responses: list[str]) -> 
 
 
 def _tokenize_messages(
-    tokenizer: Any, prompts: list, responses: list, locate: Locate
+    tokenizer: Any,
+    prompts: list,
+    responses: list,
+    locate: Locate,
+    opened: Callable[[int, list[dict]], list[dict]],
 ) -> list[tuple[list[int], list[int]]]:
-    openings = [as_messages(prompt, locate(i)) for i, prompt in enumerate(prompts)]
-    whole = [_conversation(opening, responses[i], locate(i)) for i, opening in enumerate(openings)]
+    own = [as_messages(prompt, locate(i)) for i, prompt in enumerate(prompts)]
+    openings = [opened(i, opening) for i, opening in enumerate(own)]
+    answers = [_answer(opening, responses[i], locate(i)) for i, opening in enumerate(own)]
+    whole = [[*opening, *answer] for opening, answer in zip(openings, answers, strict=True)]
     before = render(tokenizer, openings, locate, add_generation_prompt=True)["input_ids"]
     found = []
     for i, (head, tokens) in enumerate(zip(before, render(tokenizer, whole, locate)["input_ids"], strict=True)):
@@ -302,15 +340,15 @@ def _tokenize_messages(
     return found
 
 
-def _conversation(opening: list[dict], response: Any, location: str) -> list[dict]:
-    """Return the messages of prompt and response; a response may repeat the prompt, or be text."""
+def _answer(opening: list[dict], response: Any, location: str) -> list[dict]:
+    """Return the messages of a response, which may repeat the prompt, or be text."""
     if isinstance(response, str):
-        return [*opening, {"role": "assistant", "content": response}]
+        return [{"role": "assistant", "content": response}]
     messages = check_messages(response, location)
-    whole = messages if messages[: len(opening)] == opening else [*opening, *messages]
-    if len(whole) == len(opening) or whole[-1]["role"] != "assistant":
+    answer = messages[len(opening) :] if messages[: len(opening)] == opening else messages
+    if not answer or answer[-1]["role"] != "assistant":
         raise DataError(f"{location}: a response must end with a message of the assistant")
-    return whole
+    return answer
 
 
 def _sequence(prompt: np.ndarray, response: np.ndarray) -> dict:

@@ -11,20 +11,24 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.config.schema.sft import SFTConfig, SFTDataConfig
 from hybridrl.errors import DataError
 from hybridrl.framework.stage import Stage
 from hybridrl.protocol import DataProto
+from hybridrl.trainer import data as data_room
 from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render, truncate
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.data.sequences import collate_sequences, end_of_turn
 from hybridrl.trainer.supervised.supervised_trainer import MODEL_INPUT, SupervisedTrainer
+from hybridrl.workers import images
 
 logger = logging.getLogger(__name__)
 ROLE = "sft"
@@ -40,6 +44,7 @@ class SFTDataset:
         tokenizer: A Hugging Face tokenizer with a chat template.
         config: Settings `data`: column, length limit, truncation.
         max_samples: Use only the first rows; -1 means all.
+        processor: Of a model that reads images, see `workers/images`.
 
     Raises:
         DataError: A file or column is missing. A row is no conversation or has no assistant message. The assistant's
@@ -47,10 +52,18 @@ class SFTDataset:
             conversation is left.
     """
 
-    def __init__(self, data_files: list[str] | str, tokenizer: Any, config: SFTDataConfig, *, max_samples: int = -1):
+    def __init__(
+        self,
+        data_files: list[str] | str,
+        tokenizer: Any,
+        config: SFTDataConfig,
+        *,
+        max_samples: int = -1,
+        processor: Any = None,
+    ):
         self.tokenizer, self.config = tokenizer, config
         self._rows = ParquetRows(data_files)
-        self._rows.reject_images()
+        self._images = data_room.ImageColumn(self._rows, config.image_key, processor)
         num_rows = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._rows.require(config.messages_key, "data.messages_key")
         self._tokens: list[np.ndarray] = []  # each (length,) int32
@@ -68,12 +81,16 @@ class SFTDataset:
         return len(self._selected_rows)
 
     def __getitem__(self, position: int) -> dict:
-        """Return `input_ids` and `loss_mask`, both (length,) int64.
+        """Return `input_ids` and `loss_mask`, both (length,) int64, and the columns of a row with images.
 
         The mask is 1 on the assistant's tokens, including its end-of-turn token.
         """
         row = self._selected_rows[position]
-        return {"input_ids": self._cut(self._tokens[row]), "loss_mask": self._cut(self._masks[row])}
+        tokens, columns = self._images.inputs(row, self._tokens[row])
+        mask = self._masks[row]
+        if columns:
+            mask = images.expanded(mask, columns[IMAGE_INPUTS])
+        return {"input_ids": self._cut(tokens), "loss_mask": self._cut(mask), **columns}
 
     def collate(self, rows: list[dict]) -> DataProto:
         """Return `collate_sequences` of the rows, padded with the tokenizer's padding or end-of-sequence token."""
@@ -84,7 +101,11 @@ class SFTDataset:
         return torch.from_numpy(truncate(values, self.config.max_length, self.config.truncation).astype(np.int64))
 
     def _tokenize(self, start: int, column: list) -> None:
-        conversations = [check_messages(value, self._rows.location(start + i)) for i, value in enumerate(column)]
+        rows = range(start, start + len(column))
+        conversations = [
+            self._images.messages(row, check_messages(value, self._rows.location(row)))
+            for row, value in zip(rows, column, strict=True)
+        ]
         locate = lambda i: self._rows.location(start + i)  # noqa: E731
         has_markers = GENERATION_MARKER.search(getattr(self.tokenizer, "chat_template", None) or "")
         tokens, masks = (assistant_mask_from_markers if has_markers else mask_by_turns)(
@@ -93,12 +114,13 @@ class SFTDataset:
         for i, mask in enumerate(masks):
             if not any(mask):
                 raise DataError(f"{locate(i)}: this conversation has no assistant tokens; remove or complete the row")
+            self._images.check(start + i, tokens[i], compress(tokens[i], mask))
         self._tokens.extend(np.array(ids, dtype=np.int32) for ids in tokens)
         self._masks.extend(np.array(mask, dtype=bool) for mask in masks)
 
     def _select_rows(self) -> list[int]:
         limit, truncation = self.config.max_length, self.config.truncation
-        too_long = [row for row, tokens in enumerate(self._tokens) if len(tokens) > limit]
+        too_long = [row for row in range(len(self._tokens)) if self._length(row) > limit]
         if too_long and truncation == "error":
             self._raise_too_long(too_long)
         if truncation == "filter":
@@ -107,6 +129,8 @@ class SFTDataset:
                 "left out %d of %d conversations, which are longer than data.max_length=%d", len(dropped), total, limit
             )
             return [row for row in range(total) if row not in dropped]
+        for row in self._images.rows_with_images() & set(too_long):
+            data_room.check_tokens(self._length(row), limit, self._rows.location(row), key="data.max_length")
         num_untrained = sum(not truncate(self._masks[row], limit, truncation).any() for row in too_long)
         if num_untrained:
             logger.warning(
@@ -118,10 +142,14 @@ class SFTDataset:
             )
         return list(range(len(self._tokens)))
 
+    def _length(self, row: int) -> int:
+        """Return the tokens of a row, those of its images included."""
+        return len(self._tokens[row]) + self._images.more_tokens(row)
+
     def _raise_too_long(self, rows: list[int]) -> None:
-        first, longest = rows[0], max(len(self._tokens[row]) for row in rows)
+        first, longest = rows[0], max(map(self._length, rows))
         raise DataError(
-            f"{self._rows.location(first)}: a conversation of {len(self._tokens[first])} tokens is longer than"
+            f"{self._rows.location(first)}: a conversation of {self._length(first)} tokens is longer than"
             f" data.max_length={self.config.max_length} ({len(rows)} of {len(self._tokens)} are, the "
             f"longest has {longest});"
             " raise data.max_length, or set data.truncation to left, right or filter"
@@ -185,7 +213,7 @@ class SFTTrainer(SupervisedTrainer):
         self, config: SFTConfig, files: list[str], tokenizer: object, *, max_samples: int = -1
     ) -> SFTDataset:
         """Return the tokenized conversations of `files`."""
-        return SFTDataset(files, tokenizer, config.data, max_samples=max_samples)
+        return SFTDataset(files, tokenizer, config.data, max_samples=max_samples, processor=self.processor)
 
     @classmethod
     def step(cls, config: SFTConfig, roles: Collection[str]) -> list[Stage]:

@@ -23,6 +23,7 @@ from hybridrl.trainer.roles import ResourcePoolManager
 from hybridrl.trainer.run.middleware import BatchContext
 from hybridrl.trainer.utilization import ModelUse, SequenceRows
 from hybridrl.workers.engine.utilization.model_flops import ADAPTER_UPDATE, UPDATE, ModelFlops
+from hybridrl.workers.images import load_processor
 
 EXPORT = "huggingface"
 ADAPTER = "lora_adapter"  # beside it, with LoRA: the adapters alone, in the format of peft
@@ -52,6 +53,7 @@ class SupervisedTrainer(Trainer):
 
     Attributes:
         role: Name of the one role; subclasses set it.
+        processor: Of a model that reads images, else None.
         outputs: Width of the model's head; None: the vocabulary's.
     """
 
@@ -71,6 +73,8 @@ class SupervisedTrainer(Trainer):
     ):
         context = context or RunContext()
         data, trainer = config.data, config.trainer
+        freezes = "freeze_vision_tower" if config.freeze_vision_tower else None
+        self.processor = load_processor(config.model, tokenizer, data, freezes=freezes)
         train = self.load_dataset(config, data.train_files, tokenizer, max_samples=data.train_max_samples)
         super().__init__(
             config,

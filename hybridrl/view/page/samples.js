@@ -100,8 +100,10 @@ function sampleCard(run, sample, followPrompt) {
     sample.id === undefined ? null : el("button", { onclick: (event) => showTokens(run, sample, answer, event.target) }, "tokens"),
     el("button", { onclick: () => followPrompt(sample) }, "follow this prompt"));
   const truth = sample.gts === null || sample.gts === undefined ? [] : [el("dt", {}, "truth"), el("dd", {}, String(sample.gts))];
+  const pictures = (sample.images ?? []).filter((uri) => uri.startsWith("data:image/jpeg;base64,"));
+  const shown = pictures.length ? [el("dt", {}, "images"), el("dd", {}, pictures.map((src) => el("img", { src, alt: "image of the prompt" })))] : [];
   return el("article", { className: "card sample" }, head,
-    el("dl", {}, el("dt", {}, "prompt"), el("dd", {}, sample.input ?? ""), el("dt", {}, "answer"), answer, truth));
+    el("dl", {}, shown, el("dt", {}, "prompt"), el("dd", {}, sample.input ?? ""), el("dt", {}, "answer"), answer, truth));
 }
 
 async function showTokens(run, sample, answer, button) {

@@ -85,6 +85,15 @@ def vision_tower(model: Any) -> nn.Module:
     return tower
 
 
+def num_tower_params(config: Any) -> int:
+    """Return the parameters of the vision tower of the model with this config. Nothing is loaded or drawn."""
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    return sum(parameter.numel() for parameter in vision_tower(model).parameters())
+
+
 def prepare_images(model: Any) -> BlankImage:
     """Return the blank image of a model that reads images.
 

@@ -24,6 +24,7 @@ class ModelShape:
         tied: Head and embedding are one matrix.
         experts: Feed-forward layers of a decoder layer.
         active_experts: Those that compute a token.
+        tower: Parameters of the part that computes images.
     """
 
     hidden: int
@@ -36,6 +37,7 @@ class ModelShape:
     tied: bool = False
     experts: int = 1
     active_experts: int = 1
+    tower: int = 0
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -93,7 +95,7 @@ class ModelShape:
     @property
     def params(self) -> int:
         """Return all parameters."""
-        return self.layers * self.layer_params + self.outer_params
+        return self.layers * self.layer_params + self.outer_params + self.tower
 
     def lora_params(self, rank: int) -> int:
         """Return the parameters of adapters of this rank in all linear layers of the decoder layers."""

@@ -14,7 +14,8 @@ from PIL import Image
 from examples.vision.build_model import build_model
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.data.images import ImageProcessor, messages_with_images
+from hybridrl.trainer.data.images import messages_with_images
+from hybridrl.workers.images import ImageProcessor
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 RESPONSE = 6
@@ -91,7 +92,20 @@ def image_batch(path: str, *, prompts: Any = PROMPTS, n: int = 2, seed: int = 0)
 
 def plain_log_probs(model: Any, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
     """Return log-probs (B,R) of plain transformers, which computes each row alone and its positions itself."""
-    found = torch.zeros(batch.batch["response_mask"].shape)
+
+    def of_row(logits: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        return (logits.float() / temperature).log_softmax(-1).gather(-1, responses[:, None])[:, 0]
+
+    return _by_row(model, batch, of_row)
+
+
+def plain_values(model: Any, batch: DataProto) -> torch.Tensor:
+    """Return the outputs (B,R) of a model with one output before each response token."""
+    return _by_row(model, batch, lambda values, responses: values[:, 0])
+
+
+def _by_row(model: Any, batch: DataProto, of_row: Any) -> torch.Tensor:
+    """Return numbers (B,R) of the model's outputs before response tokens, 0 elsewhere."""
     rows = []
     for row, inputs in enumerate(batch.non_tensor_batch[IMAGE_INPUTS]):
         real = batch.batch["attention_mask"][row].bool()
@@ -104,8 +118,8 @@ def plain_log_probs(model: Any, batch: DataProto, *, temperature: float = 1.0) -
                 "mm_token_type_ids": (ids == model.config.image_token_id).int(),
             }
         model.model.rope_deltas = None
-        logits = model(input_ids=ids, **more).logits[0].float() / temperature
+        outputs = model(input_ids=ids, **more).logits[0]
         length = int(batch.batch["response_mask"][row].sum())
-        log_probs = logits[-length - 1 : -1].log_softmax(-1).gather(-1, ids[0, -length:, None])[:, 0]
-        rows.append(torch.cat([log_probs, found.new_zeros(found.shape[1] - length)]))
+        found = of_row(outputs[-length - 1 : -1], ids[0, -length:])
+        rows.append(torch.cat([found, found.new_zeros(RESPONSE - length)]))
     return torch.stack(rows)

@@ -1,5 +1,6 @@
 """Prompts with images: their tokens and patches, rows that are refused, and what attackers put into image files."""
 
+import base64
 import io
 import pickle
 import struct
@@ -15,12 +16,19 @@ import pytest
 from PIL import Image
 
 from hybridrl.algos.partition.row_images import IMAGE_DATA, IMAGE_INPUTS
+from hybridrl.cli.__main__ import main
 from hybridrl.config.schema.data import DataConfig
+from hybridrl.config.schema.preference import DPODataConfig
+from hybridrl.config.schema.sft import SFTDataConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.data.images import ImageProcessor, decoded_image
 from hybridrl.trainer.data.prompt_dataset import RLHFDataset, collate_fn
 from hybridrl.trainer.data.row_files import prompt_table, write_table
+from hybridrl.trainer.run.samples import small_copies
+from hybridrl.trainer.supervised.preference import mismatched_rows
+from hybridrl.trainer.supervised.preference_data import LabelDataset, PairDataset
+from hybridrl.trainer.supervised.sft import SFTDataset
+from hybridrl.workers.images import ImageProcessor, decoded_image
 from tests.support.trainer.letter_tokenizer import letter_tokenizer
 from tests.support.workers.image_cases import TEXTS, build_model, picture, read_processor
 
@@ -231,3 +239,83 @@ def test_transparent_parts_are_white_and_a_photograph_is_upright():
     exif = turned.getexif()
     exif[0x0112] = 6  # the camera was turned by 90 degrees
     assert decoded_image(encoded(turned, "JPEG", exif=exif), "row").size == (4, 8)
+
+
+def talk(text: str, answer: str) -> list[dict]:
+    return [*user(text), {"role": "assistant", "content": answer}]
+
+
+def load_talks(model: str, file: str, **settings: Any) -> SFTDataset:
+    tokenizer, processor = read_processor(model)
+    return SFTDataset(file, tokenizer, SFTDataConfig(**{"max_length": 64} | settings), processor=processor)
+
+
+def test_a_conversation_with_images_is_that_of_a_prompt_and_its_answer_and_trains_the_answer_alone(tmp_path, model):
+    images = [encoded(picture(1, width=32, height=48)), encoded(picture(2, width=16, height=16))]
+    rows = [{"messages": talk("is <image> it <image> ?", "a b"), "images": images}, {"messages": talk("no", "c")}]
+    dataset = load_talks(model, write(tmp_path / "a.parquet", *rows))
+    prompt = load(model, write(tmp_path / "b.parquet", {"prompt": rows[0]["messages"][:1], "images": images}))[0]
+    batch = dataset.collate([dataset[0], dataset[1]])
+    real = batch.batch["input_ids"][0][batch.batch["attention_mask"][0].bool()].tolist()
+    length = len(prompt["raw_prompt_ids"])
+    assert real[:length] == prompt["raw_prompt_ids"]
+    trained = batch.batch["responses"][0][batch.batch["response_mask"][0].bool()].tolist()
+    assert trained == real[length : length + 3] == read_processor(model)[0]("a b <|im_end|>")["input_ids"]
+    column = batch.non_tensor_batch[IMAGE_INPUTS]
+    assert np.array_equal(column[0]["pixel_values"], prompt[IMAGE_INPUTS]["pixel_values"]) and column[1] is None
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"messages": talk("a", "<image>b")}, {}, "row 0: the assistant answers with an image"),
+        ({"messages": talk("<image>a", "b")}, {"max_length": 8}, "row 0: a conversation of 14 tokens"),
+        ({"messages": talk("<image>a", "b")}, {"max_length": 8, "truncation": "left"}, "14 tokens.*is not cut"),
+    ],
+)
+def test_a_conversation_is_refused_whose_images_would_be_trained_or_cut(tmp_path, model, row, settings, message):
+    with pytest.raises(DataError, match=message):
+        load_talks(model, write(tmp_path / "a.parquet", row | {"images": [encoded(picture(1))]}), **settings)
+
+
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_the_responses_of_a_preference_share_the_images_of_their_prompt(tmp_path, model, is_pair):
+    own = {"chosen": "a", "rejected": "b c"} if is_pair else {"completion": "a", "label": True}
+    rows = [{"prompt": "<image>What is it ?", **own, "image": encoded(picture(i))} for i in range(2)]
+    file = write(tmp_path / "a.parquet", *rows)
+    tokenizer, processor = read_processor(model)
+    dataset = (PairDataset if is_pair else LabelDataset)(file, tokenizer, DPODataConfig(), processor=processor)
+    prompt = load(model, write(tmp_path / "b.parquet", image_row(rows[0]["image"])))[0]
+    batch = dataset.collate([dataset[i] for i in range(2)])
+    column = batch.non_tensor_batch[IMAGE_INPUTS]
+    assert batch.batch["input_ids"][0, : len(prompt["raw_prompt_ids"])].tolist() == prompt["raw_prompt_ids"]
+    assert int(batch.batch["response_mask"][0].sum()) == 2  # a <|im_end|>
+    assert np.array_equal(column[0]["pixel_values"], prompt[IMAGE_INPUTS]["pixel_values"])
+    assert (column[0] is column[1]) == is_pair
+    if not is_pair:
+        mismatched = mismatched_rows(batch, max_length=64)
+        assert mismatched.non_tensor_batch[IMAGE_INPUTS].tolist() == column.tolist()
+
+
+def test_inspect_counts_images_their_sizes_and_their_tokens(tmp_path, model, capsys):
+    rows = [image_row(encoded(picture(i, width=16 * (i + 1), height=16))) for i in range(3)]
+    file = write(tmp_path / "a.parquet", *rows, {"prompt": user("no picture")})
+    assert main(["data", "inspect", file, "--model", model]) == 0
+    printed = capsys.readouterr().out
+    assert "images: 3 in 3 of 4 rows, at most 1 in one; pixels: half 32x16, 95 % 32x16, longest 48x16" in printed
+    assert "of these of the images of a row: half 1, 95 % 2, longest 2" in printed
+    file = write(tmp_path / "b.parquet", *rows, image_row(encoded(picture(1))[:200]), image_row(b"no"))
+    assert main(["data", "inspect", file]) == 1
+    assert "row 3: an image is damaged" in (printed := capsys.readouterr().out) and "row 4: 2 bytes" in printed
+
+
+def test_samples_keep_small_copies_of_their_images_for_the_page(tmp_path, model):
+    rows = [image_row(encoded(picture(1, width=512, height=256))), {"prompt": user("no picture")}]
+    dataset = load(model, write(tmp_path / "a.parquet", *rows), DataConfig(max_prompt_length=999))
+    batch = collate_fn([dataset[i] for i in range(2)], 0).repeat(2, interleave=True)
+    copies = small_copies(batch)
+    assert copies.keys() == {0, 1} and copies[0] is copies[1]
+    [uri] = copies[0]
+    head, _, data = uri.partition(",")
+    assert head == "data:image/jpeg;base64"
+    assert decoded_image(base64.b64decode(data), "copy").size == (256, 128)

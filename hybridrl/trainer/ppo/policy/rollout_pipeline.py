@@ -391,4 +391,7 @@ def join_responses(other_columns: DataProto, responses: DataProto, *, n: int) ->
     """Return the training batch: the prompts' other columns repeated `n` times, and the responses."""
     responses.meta_info = {}
     generated = responses.select(batch_keys=[str(name) for name in responses.batch.keys() if name != "seeds"])
-    return other_columns.repeat(n, interleave=True).union(generated)
+    rows = other_columns.repeat(n, interleave=True)
+    if IMAGE_INPUTS in generated.non_tensor_batch:  # of agents: those of the prompt, and what they have seen after it
+        rows.non_tensor_batch.pop(IMAGE_INPUTS, None)
+    return rows.union(generated)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import BRANCHES, at_last_token, reward_positions
 from hybridrl.trainer.ppo.columns import EPISODE, ROUTED_EXPERTS
@@ -70,6 +71,9 @@ def _set_tokens(rows: DataProto, branches: list[Branch], *, pad_token_id: int) -
     if ROUTED_EXPERTS in rows.non_tensor_batch:
         routes = (branch["routes"] for branch in branches)
         rows.non_tensor_batch[ROUTED_EXPERTS] = np.fromiter(routes, dtype=object, count=len(branches))
+    if IMAGE_INPUTS in rows.non_tensor_batch:
+        images = (branch["images"] for branch in branches)
+        rows.non_tensor_batch[IMAGE_INPUTS] = np.fromiter(images, dtype=object, count=len(branches))
     for name, column in new.items():
         if name in columns.keys():
             columns[name] = column.to(columns[name].dtype)

@@ -1,0 +1,10 @@
+from .content import content_text as content_text
+from .content import image_of as image_of
+from .content import with_images as with_images
+from .decoding import MAX_BYTES as MAX_BYTES
+from .decoding import as_encoded as as_encoded
+from .decoding import decoded_image as decoded_image
+from .decoding import small_copy as small_copy
+from .processor import ImageProcessor as ImageProcessor
+from .processor import expanded as expanded
+from .processor import load_processor as load_processor
