@@ -28,6 +28,7 @@ AUTO_CLASSES = {
 IMAGE_AUTO_CLASS = "AutoModelForImageTextToText"
 IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl")
 """Families with a vision tower. One enters when a test compares it with plain transformers."""
+HEAD_STD = 0.02  # of a new value head, as transformers draws it
 NO_SCORE_HEAD = "; it is not a trained reward model: set reward_model.model.path to a model with a score head"
 
 
@@ -200,10 +201,26 @@ def scalar_heads(model: nn.Module, *, kind: str) -> list[nn.Linear]:
 
 
 def _finished(model: nn.Module, config: EngineSetup) -> nn.Module:
+    if config.kind == "value" and reads_images(model.config):
+        _replace_head(model, seed=config.seed)
     use_exact_attention(model, config.override_config.get("attn_implementation"))
     for head in scalar_heads(model, kind=config.kind):
         head.float()
     return model.eval()
+
+
+def _replace_head(model: Any, *, seed: int) -> None:
+    """Put a head of one value per token in place of that of the vocabulary, in place.
+
+    transformers has such a head for models of text only.
+    """
+    like = next(model.parameters())
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=like.dtype, device=like.device)
+    if not like.is_meta:
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.normal_(head.weight, std=HEAD_STD, generator=generator)
+        nn.init.zeros_(head.bias)
+    model.lm_head = head
 
 
 def _auto_class(config: EngineSetup, found: Any) -> Any:
@@ -211,7 +228,7 @@ def _auto_class(config: EngineSetup, found: Any) -> Any:
 
     if not reads_images(found):
         return getattr(transformers, AUTO_CLASSES[config.kind])
-    if config.kind != "causal_lm":
+    if config.kind == "score":
         raise ConfigError(f"{config.path}: a model that reads images computes no {config.kind}; use a model of text")
     return getattr(transformers, IMAGE_AUTO_CLASS)
 

@@ -21,6 +21,7 @@ from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.engine.peft_format import read_adapter
 
 ALL_LINEAR = "all-linear"
+TOWER = "visual."  # before the last names of layers that compute images
 PARTS = ("lora_A", "lora_B")
 
 GatherFn = Callable[[torch.Tensor], torch.Tensor]
@@ -206,14 +207,28 @@ def _saved_layers(layers: dict[str, nn.Linear], saved: Mapping[str, torch.Tensor
 
 
 def _chosen(layers: dict[str, nn.Linear], targets: Sequence[str]) -> list[str]:
-    available = sorted({name.rpartition(".")[2] for name in layers})
+    named = {name: _target(name) for name in layers}
+    available = sorted(set(named.values()))
     if not available:
         raise ConfigError(
             "actor_rollout_ref.model.lora_rank: this model has no linear layer (nn.Linear) to adapt; set it to 0"
         )
-    unknown = sorted(set(targets) - {ALL_LINEAR} - set(available))
+    wildcards = {ALL_LINEAR, TOWER + ALL_LINEAR} if any(map(_is_of_tower, available)) else {ALL_LINEAR}
+    unknown = sorted(set(targets) - wildcards - set(available))
     if unknown:
         raise ConfigError(
-            f"model.target_modules={unknown}: the model's linear layers are {', '.join(available)}; or use {ALL_LINEAR}"
+            f"model.target_modules={unknown}: the model's linear layers are {', '.join(available)}; or use "
+            f"{' and '.join(sorted(wildcards))}"
         )
-    return [name for name in layers if ALL_LINEAR in targets or name.rpartition(".")[2] in targets]
+    every = {False: ALL_LINEAR in targets, True: TOWER + ALL_LINEAR in targets}
+    return [name for name, target in named.items() if target in targets or every[_is_of_tower(target)]]
+
+
+def _target(name: str) -> str:
+    """Return how `target_modules` names a layer: by its last name, after `visual.` in a vision tower."""
+    last = name.rpartition(".")[2]
+    return TOWER + last if TOWER.rstrip(".") in name.split(".") else last
+
+
+def _is_of_tower(target: str) -> bool:
+    return target.startswith(TOWER)

@@ -8,7 +8,7 @@ from hybridrl.algos.partition.row_images import IMAGE_INPUTS, prefix_rows
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.image_model import image_positions, vision_tower
 from tests.support.workers.engine_cases import WHOLE, gradients, make_engine, policy_loss, train, whole_weights
-from tests.support.workers.image_cases import FAMILIES, image_batch, plain_log_probs, save_tiny
+from tests.support.workers.image_cases import FAMILIES, image_batch, plain_log_probs, plain_values, save_tiny
 from tests.support.workers.image_rank import CASES, NUM_TOKENS, POLICY
 from tests.support.workers.megatron_models import run_ranks
 
@@ -122,3 +122,16 @@ def test_a_rank_with_text_only_waits_for_no_tower_and_both_get_the_gradients_of_
         for name, gradient in rank[case].items():
             scale = max(1.0, float(expected[name].abs().max()))
             torch.testing.assert_close(gradient / scale, expected[name] / scale, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_those_of_a_head_on_the_states_of_plain_transformers(models, layout):
+    path = models["qwen2_5_vl"]
+    model, batch, engine = plain(path), image_batch(path), make_engine(path, kind="value", **LAYOUTS[layout])
+    head = {name: tensor.full_tensor() for name, tensor in engine.model.lm_head.state_dict().items()}
+    model.lm_head = torch.nn.Linear(model.config.text_config.hidden_size, 1)
+    model.lm_head.load_state_dict(head)
+    with torch.no_grad():
+        states = plain_values(model, batch)
+    found = engine.forward(batch, MicroBatching(max_rows=3), outputs=("values",))["values"]
+    torch.testing.assert_close(found, states, atol=1e-5, rtol=0)
