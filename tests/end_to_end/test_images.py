@@ -9,15 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from examples.vision.build_model import build_model
 from examples.vision.make_data import make_rows, swapped
-from hybridrl import main_ppo
+from hybridrl import main_dpo, main_ppo, main_sft
 from hybridrl.cli import export_checkpoint
+from hybridrl.trainer.data.images import messages_with_images
 from hybridrl.trainer.data.row_files import prompt_table, write_table
+from hybridrl.workers.images import decoded_image
+from tests.support.workers.image_cases import read_processor
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,22 +86,159 @@ def test_grpo_with_pictures_trains_what_it_sampled_and_exports_a_model_that_load
     assert AutoImageProcessor.from_pretrained(tmp_path / "hf").patch_size == 8
 
 
+def test_a_critic_and_adapters_learn_from_pictures_and_the_tower_of_adapters_stays(folder, tmp_path):
+    changes = {
+        "algorithm__adv_estimator": "gae",
+        "critic__model__use_remove_padding": True,
+        "critic__ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref__model__lora_rank": 4,
+        "actor_rollout_ref__model__target_modules": ["all-linear", "visual.qkv"],
+    }
+    assert main_ppo.main(words(folder, tmp_path / "run", **changes)) == 0
+    rows = [row for row in metrics(tmp_path / "run") if "training/rollout_log_probs_diff_max" in row]
+    assert len(rows) == 2 and all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in rows)
+    export_checkpoint(str(tmp_path / "run" / "global_step_2"), str(tmp_path / "hf"))
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (folder / "model", tmp_path / "hf")
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in changed if ".visual." in name} == {"qkv"}
+    assert any(".q_proj." in name for name in changed)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm__adv_estimator": "gae"}, "which has a critic: it does not run with .*, which reads images"),
         ({"actor_rollout_ref__rollout__name": "vllm"}, "rollout.name=vllm: it does not run with"),
         (
             {"actor_rollout_ref__actor__strategy": "megatron"},
             "strategy=megatron supports the model types .* not qwen2_5_vl",
         ),
-        ({"actor_rollout_ref__model__lora_rank": 4}, "lora_adapter_path: it does not run with"),
-        ({"actor_rollout_ref__rollout__mode": "async"}, "rollout.mode=async: prompts with images"),
+        ({"reward_model__enable": True, "reward_model__model__path": "{model}"}, "reward_model.enable=true: it does"),
+        (
+            {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__model__target_modules": ["visual.up"]},
+            r"linear layers are .*visual.qkv.* or use all-linear and visual.all-linear",
+        ),
     ],
 )
 def test_what_does_not_run_with_images_is_refused_by_name(folder, tmp_path, capsys, caplog, changes, message):
+    changes = {name: folder / "model" if value == "{model}" else value for name, value in changes.items()}
     assert main_ppo.main(words(folder, tmp_path / "run", **changes)) != 0
     assert re.search(message, capsys.readouterr().err + caplog.text)
+
+
+def supervised_words(folder: Path, run: Path, **changes: object) -> list[str]:
+    values = {
+        "data.train_files": folder,
+        "data.train_batch_size": 4,
+        "model.path": folder.parent / "model",
+        "model.use_remove_padding": True,
+        "optim.lr": 1e-3,
+        "trainer.backend": "local",
+        "trainer.master": False,
+        "trainer.num_threads": 1,
+        "trainer.total_training_steps": 1,
+        "trainer.logger": ["jsonl"],
+        "trainer.default_local_dir": run,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def log_probs_of_answers(folder: Path, rows: list[dict], answers: list[str]) -> list[torch.Tensor]:
+    """Return the log-probs of the tokens of each answer and its end, by plain transformers, one row at a time."""
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
+    tokenizer, processor = read_processor(str(folder / "model"))
+    found = []
+    for row, answer in zip(rows, answers, strict=True):
+        pictures = [decoded_image(image["bytes"], "row") for image in row.get("images") or []]
+        messages = messages_with_images(row["prompt"], len(pictures), "row")
+        tokens = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        tokens, inputs = processor(tokens, pictures) if pictures else (tokens, None)
+        own = tokenizer(f"{answer}<|im_end|>")["input_ids"]
+        ids, more = torch.tensor([[*tokens, *own]]), {}
+        if inputs is not None:
+            more = {name: torch.from_numpy(inputs[name]) for name in ("pixel_values", "image_grid_thw")}
+            more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        model.model.rope_deltas = None
+        with torch.no_grad():
+            logits = model(input_ids=ids, **more).logits[0, -len(own) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(-1, torch.tensor(own)[:, None])[:, 0])
+    return found
+
+
+def test_fine_tuning_with_pictures_has_the_loss_of_plain_transformers_padded_and_packed(folder, tmp_path):
+    rows = make_rows(4, seed=1, kinds=("colour",))
+    del rows[3]["images"]
+    rows[3]["prompt"] = [{"role": "user", "content": "Which colour ?"}]
+    answers = [str(row["ground_truth"]) for row in rows]
+    talks = [
+        {"messages": [*row["prompt"], {"role": "assistant", "content": answer}], "images": row.get("images")}
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(talks), folder / "talks.parquet")
+    expected = -torch.cat(log_probs_of_answers(folder, rows, answers)).mean()
+    for packed in (True, False):
+        run = tmp_path / str(packed)
+        changes = {"model__use_remove_padding": packed, "freeze_vision_tower": packed}
+        assert main_sft.main(supervised_words(folder / "talks.parquet", run, **changes)) == 0
+        [found] = [row for row in metrics(run) if "train/loss" in row]
+        assert found["train/loss"] == pytest.approx(float(expected), abs=1e-5) and found["train/grad_norm"] > 0
+
+
+def test_preferences_with_pictures_have_the_log_probs_of_plain_transformers(folder, tmp_path):
+    rows = make_rows(4, seed=1, kinds=("colour",))
+    chosen = [str(row["ground_truth"]) for row in rows]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": answer, "rejected": "How many", "images": row["images"]}
+        for row, answer in zip(rows, chosen, strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(pairs), folder / "pairs.parquet")
+    assert main_dpo.main(supervised_words(folder / "pairs.parquet", tmp_path / "run")) == 0
+    [found] = [row for row in metrics(tmp_path / "run") if "train/loss" in row]
+    for name, answers in (("logps/chosen", chosen), ("logps/rejected", ["How many"] * 4)):
+        sums = [log_probs.sum() for log_probs in log_probs_of_answers(folder, rows, answers)]
+        assert found[name] == pytest.approx(float(torch.stack(sums).mean()), abs=1e-5)
+
+
+LOOP = """
+from dataclasses import replace
+
+from PIL import Image
+from hybridrl.serving.agent_loop import AgentLoop, register_agent_loop
+
+@register_agent_loop("looks_again")
+class LooksAgain(AgentLoop):
+    "Two turns; the second one sees another picture."
+
+    async def run(self, sampling_params, **row):
+        response = self.respond(row)
+        await response.sample(sampling_params)
+        colour = (row["request"].seed % 200, 0, 0)
+        text, images = self.text_of(["What", Image.new("RGB", (32, 16), colour)])
+        if response.observe(*self.encode(text, images)):
+            await response.sample(sampling_params)
+        return replace(response.output(), reward=float(sum(response.ids) % 5))
+"""
+
+
+@pytest.mark.parametrize("loop", ["single_turn_agent", "looks_again"])
+def test_agents_train_what_they_sampled_also_after_a_picture_in_the_middle_of_a_response(folder, tmp_path, loop):
+    (tmp_path / "loop.py").write_text(LOOP)
+    changes = {
+        "actor_rollout_ref__rollout__mode": "async",
+        "actor_rollout_ref__rollout__agent__path": tmp_path / "loop.py",
+        "actor_rollout_ref__rollout__agent__default_agent_loop": loop,
+        "actor_rollout_ref__actor__calculate_old_log_probs": True,
+        "data__max_response_length": 3 if loop == "single_turn_agent" else 12,
+        "trainer__save_freq": -1,
+    }
+    assert main_ppo.main(words(folder, tmp_path / "run", **changes)) == 0
+    rows = [row for row in metrics(tmp_path / "run") if "training/rollout_log_probs_diff_max" in row]
+    assert len(rows) == 2 and all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    turns = {row["rollout/num_turns/mean"] for row in rows}
+    assert turns == {2.0} if loop == "single_turn_agent" else min(turns) > 2
 
 
 def test_a_model_of_text_has_no_tower_to_freeze(tiny_qwen2, folder, tmp_path, capsys, caplog):

@@ -9,7 +9,7 @@ Shapes: K images of a row, N patches of all of them, D numbers of a patch.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,21 @@ class RowImages(TypedDict):
     image_starts: np.ndarray
     image_tokens: np.ndarray
     image_hashes: np.ndarray
+
+
+def joined_images(parts: Sequence[tuple[int, "RowImages | None"]]) -> "RowImages | None":
+    """Return the images of a row from those of its parts, None without any.
+
+    Args:
+        parts: Number of tokens before the part, and its images, whose places count from its start.
+    """
+    found = [(start, images) for start, images in parts if images is not None]
+    if len(found) < 2 and all(start == 0 for start, _ in found):
+        return found[0][1] if found else None
+    moved = [{**images, "image_starts": images["image_starts"] + start} for start, images in found]
+    return cast(
+        RowImages, {name: np.concatenate([images[name] for images in moved]) for name in RowImages.__annotations__}
+    )
 
 
 def images_of(batch: Any) -> list[RowImages | None] | None:

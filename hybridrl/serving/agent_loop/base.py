@@ -18,16 +18,19 @@ log-probs. Only the text of tools and environments is tokenized here. The loss l
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hybridrl.algos.partition.row_images import RowImages, joined_images
 from hybridrl.errors import AgentFailed, ConfigError
 from hybridrl.import_path import load_module
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.store import SessionHost
+from hybridrl.workers import images
+from hybridrl.workers.images import ImageProcessor
 from hybridrl.workers.rollout.requests import NOT_SAMPLED, Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -50,6 +53,7 @@ class AgentLoopOutput:
         is_left_out: The loop has failed. The sample has no reward and trains nothing.
         counts: Numbers of this response; their sums are logged as `rollout/agent/NAME`.
         routes: Entry of the column `routed_experts`, as the last request returned it: it covers what came before.
+        images: Of prompt and response; None: those of the row, if the prompt is the row's.
         branches: Other conversations of the same episode, each a row of its own with `agent.train_branches`. Their
             reward is that of the episode unless they have one. A token is on the mask of one row only.
     """
@@ -66,6 +70,7 @@ class AgentLoopOutput:
     counts: dict[str, float] = field(default_factory=dict)
     branches: list["AgentLoopOutput"] = field(default_factory=list)
     routes: Any = field(default=None, compare=False)
+    images: RowImages | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs)}
@@ -85,7 +90,7 @@ class AgentLoopOutput:
     def as_branch(self) -> dict[str, Any]:
         """Return the row as plain data, as the column `branches` has it."""
         names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "num_turns", "version", "reward")
-        found = {name: getattr(self, name) for name in (*names, "routes")}
+        found = {name: getattr(self, name) for name in (*names, "routes", "images")}
         return found | {"token_versions": self.all_token_versions}
 
 
@@ -99,6 +104,7 @@ class ResponseBuilder:
         limit: Most response tokens in all.
         ids, mask, log_probs, token_versions: One entry per response token so far.
         routes: Those of the last turn, which cover the earlier ones.
+        images: Of the prompt and the tokens so far.
     """
 
     client: PolicyClient
@@ -111,6 +117,10 @@ class ResponseBuilder:
     version: int = UNSET_VERSION
     token_versions: list[int] = field(default_factory=list)
     routes: Any = None
+    images: RowImages | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.images = self.request.images
 
     @property
     def tokens_left(self) -> int:
@@ -134,6 +144,7 @@ class ResponseBuilder:
                 sampling_params, n=1, max_new_tokens=min(self.tokens_left, sampling_params.max_new_tokens)
             ),
             num_done=len(self.ids),
+            images=self.images,
         )
         output = await self.client.generate(turn, conversation=self.request.request_id)
         self.ids += output.token_ids
@@ -145,13 +156,18 @@ class ResponseBuilder:
         self.num_turns += 1
         return output
 
-    def observe(self, tokens: list[int]) -> bool:
+    def observe(self, tokens: list[int], images: RowImages | None = None) -> bool:
         """Append the tokens of a tool or an environment, and return whether they fit.
 
         They fit if there is room for one more token.
+
+        Args:
+            tokens: As `AgentLoop.encode` returns them.
+            images: Of these tokens.
         """
         if len(tokens) >= self.tokens_left:
             return False
+        self.images = joined_images([(0, self.images), (len(self.request.prompt_ids) + len(self.ids), images)])
         self.ids += tokens
         self.mask += [0] * len(tokens)
         self.log_probs += [0.0] * len(tokens)
@@ -162,7 +178,7 @@ class ResponseBuilder:
     def output(self) -> AgentLoopOutput:
         prompt_ids = list(self.request.prompt_ids)
         sampled = (self.log_probs, self.num_turns, self.version, self.token_versions)
-        return AgentLoopOutput(prompt_ids, self.ids, self.mask, *sampled, routes=self.routes)
+        return AgentLoopOutput(prompt_ids, self.ids, self.mask, *sampled, routes=self.routes, images=self.images)
 
 
 @dataclass(frozen=True)
@@ -179,6 +195,7 @@ class AgentLoopContext:
         agent_timeout_s: Seconds for one response (`rollout.agent.timeout_s`).
         trains_branches: Whether `AgentLoopOutput.branches` are trained (`rollout.agent.train_branches`).
         session_host: Of the endpoint, while there is one.
+        processor: Of a model that reads images, see `workers/images`; None: it reads text only.
     """
 
     tokenizer: Any
@@ -192,6 +209,7 @@ class AgentLoopContext:
     agent_timeout_s: float = math.inf
     trains_branches: bool = True
     session_host: SessionHost | None = None
+    processor: ImageProcessor | None = None
 
 
 class AgentLoop(ABC):
@@ -248,6 +266,23 @@ class AgentLoop(ABC):
                 f"{self.player} did not end within {timeout_s:g} s (actor_rollout_ref.rollout.agent.timeout_s)",
                 cause="timeout",
             ) from error
+
+    def text_of(self, content: Any) -> tuple[str, list[bytes]]:
+        """Return what a tool or an environment says as the text that a chat template gets, and its encoded images.
+
+        Raises:
+            DataError: It is neither text nor parts, or has images that the model does not read.
+        """
+        return images.content_text(content, self.context.processor)
+
+    def encode(self, text: str, encoded: Sequence[bytes] = ()) -> tuple[list[int], RowImages | None]:
+        """Return the tokens of rendered text, and its images, for `ResponseBuilder.observe`.
+
+        Raises:
+            DataError: An image is damaged, or the text has another number of images.
+        """
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        return images.with_images(tokens, encoded, self.context.processor)
 
     def respond(self, row: Mapping[str, Any]) -> ResponseBuilder:
         """Return an empty response to this row."""

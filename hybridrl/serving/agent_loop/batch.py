@@ -105,7 +105,8 @@ class RowClient:
 
     def _key_of(self, request: Request) -> str:
         """Return what a resumed loop's request has in common with the recorded one, whatever their order."""
-        content = (request.seed, request.sample, request.num_before, request.num_done, request.prompt_ids)
+        images = () if request.images is None else request.images["image_hashes"].tolist()
+        content = (request.seed, request.sample, request.num_before, request.num_done, request.prompt_ids, *images)
         digest = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
         self._occurrences[digest] += 1
         return f"{digest}.{self._occurrences[digest]}"

@@ -58,7 +58,8 @@ def cause_of(error: BaseException) -> str:
 
 def left_out_output(request: Request) -> AgentLoopOutput:
     """Return the response of a sample that is left out: no tokens."""
-    return AgentLoopOutput(list(request.prompt_ids), [], [], [], num_turns=0, is_left_out=True, counts={LEFT_OUT: 1.0})
+    prompt, images = list(request.prompt_ids), request.images
+    return AgentLoopOutput(prompt, [], [], [], num_turns=0, is_left_out=True, counts={LEFT_OUT: 1.0}, images=images)
 
 
 def leave_out_groups(outputs: Sequence[AgentLoopOutput], *, n: int, min_share: float) -> list[AgentLoopOutput]:

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from hybridrl.algos.partition.row_images import images_of
 from hybridrl.config import PPOConfig
 from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
@@ -41,6 +42,7 @@ from hybridrl.serving.replicas import GroupReplicas, ReplicaOutage, Resync
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.serving.service import Generate, PendingLoad, PolicyService
 from hybridrl.workers.engine.hf_model import overridden_config
+from hybridrl.workers.images import load_processor
 from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sampling_params
@@ -75,6 +77,7 @@ class AgentLoopManager:
             environments=rollout.multi_turn.interaction_config_path,
             trains_branches=rollout.agent.train_branches,
             agent_timeout_s=math.inf if rollout.agent.timeout_s is None else rollout.agent.timeout_s,
+            processor=load_processor(model, tokenizer, config.data),
         )
         self._loops: dict[str, AgentLoop] = {}
         assert model.path is not None  # `check_config` demands it
@@ -131,8 +134,9 @@ class AgentLoopManager:
         config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
         length = data.max_prompt_length + data.max_response_length
         name = os.path.basename(os.path.normpath(model.path))
-        sizes = length, data.max_response_length, config.vocab_size
-        return ServedModel(name, self.context.tokenizer, *sizes, data.apply_chat_template_kwargs)
+        sizes = length, data.max_response_length, config.get_text_config().vocab_size
+        processor = self.context.processor
+        return ServedModel(name, self.context.tokenizer, *sizes, data.apply_chat_template_kwargs, processor=processor)
 
     def _replicas(self, group: Any, *, version: int | None, resync: Resync | None) -> GroupReplicas:
         rollout = self.config.actor_rollout_ref.rollout
@@ -271,7 +275,9 @@ class AgentLoopManager:
                 f"the agent loop {name!r} returned {longest} tokens; data.max_response_length is "
                 f"{self.context.max_response_length}"
             )
-        return output
+        request = row["request"]
+        has_own = output.images is not None or tuple(output.prompt_ids) != request.prompt_ids
+        return output if has_own else replace(output, images=request.images)
 
     def _get_loop(self, name: str, *, is_new: bool = False) -> AgentLoop:
         """Return the loop of this name. is_new: another object, also for all later rows."""
@@ -281,7 +287,7 @@ class AgentLoopManager:
 
     def _rows(self, prompts: DataProto, sampling: SamplingParams) -> list[dict[str, Any]]:
         """Return one row per response: the prompt's columns, and the request of its first turn."""
-        columns, rows = prompts.batch, []
+        columns, images, rows = prompts.batch, images_of(prompts) or [None] * len(prompts), []
         seeds = columns["seeds"] if "seeds" in columns else row_seeds(sampling.seed, len(prompts))
         for i, (ids, mask) in enumerate(zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)):
             own = {name: column[i] for name, column in prompts.non_tensor_batch.items()}
@@ -292,6 +298,7 @@ class AgentLoopManager:
                     replace(sampling, n=1),
                     int(seeds[i]),
                     sample=sample,
+                    images=images[i],
                 )
                 rows.append(own | {"request": request})
         return rows

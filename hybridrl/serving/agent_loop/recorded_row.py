@@ -7,10 +7,11 @@ reads the columns; their names and JSON are a format on disk.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.workers.rollout.requests import TokenOutput
 
@@ -72,7 +73,17 @@ def _load_output(text: str) -> AgentLoopOutput | None:
 
 def _output_from(values: dict[str, Any]) -> AgentLoopOutput:
     branches = [_output_from(one) for one in values["branches"]]
-    return AgentLoopOutput(**values | {"branches": branches, "routes": _routes_from([values.get("routes")])})
+    objects = {"routes": _routes_from([values.get("routes")]), "images": _images_from(values.get("images"))}
+    return AgentLoopOutput(**values | {"branches": branches} | objects)
+
+
+def _images_from(stored: dict[str, Any] | None) -> RowImages | None:
+    """Return stored images; earlier versions have stored none."""
+    if stored is None:
+        return None
+    pixels, counted = np.array(stored.pop("pixel_values"), dtype=np.float32), stored.items()
+    arrays = {name: np.array(values, dtype=np.int64) for name, values in counted}
+    return cast(RowImages, {"pixel_values": pixels, **arrays})
 
 
 def _routes_from(stored: list[Any]) -> np.ndarray | None:

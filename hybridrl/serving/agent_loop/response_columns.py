@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import AGENT_REWARD, BRANCHES, LEFT_OUT
 from hybridrl.serving.agent_loop.base import UNSET_VERSION, AgentLoopOutput
@@ -82,6 +83,8 @@ class ResponseColumns:
         if self.branches:
             branches = ([one.as_branch() for one in out.branches] for out in outputs)
             others[BRANCHES] = np.fromiter(branches, dtype=object, count=len(outputs))
+        if any(out.images is not None for out in outputs):
+            others[IMAGE_INPUTS] = np.fromiter((out.images for out in outputs), dtype=object, count=len(outputs))
         if self.routes:
             others[ROUTED_EXPERTS] = np.fromiter((out.routes for out in outputs), dtype=object, count=len(outputs))
         return others

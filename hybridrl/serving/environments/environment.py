@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from hybridrl.import_path import file_of_module
 
 Class = TypeVar("Class", bound=type)
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 ADDRESSES: dict[str, str] = {}  # name -> `path/to/file.py:Name` or `package.module:Name`
 
@@ -30,12 +30,12 @@ class Answer(NamedTuple):
     """What an environment returns for an action.
 
     Attributes:
-        observation: Text of the next turn of the user. Not used if `is_done`.
+        observation: Text of the next turn of the user, or a list of texts and images. Not used if `is_done`.
         reward: Of this action.
         is_done: The episode has ended.
     """
 
-    observation: str
+    observation: Any
     reward: float
     is_done: bool
 
@@ -60,7 +60,8 @@ class TextEnvironment:
                 integer that all samples of a prompt share.
 
         Returns:
-            A text, which becomes a turn of the user; whole messages; or None: the row's prompt says it all.
+            A text, which becomes a turn of the user; whole messages; or None: the row's prompt says it all. A content
+            may be a list of texts and images of Pillow.
 
         Raises:
             ValueError: The row is wrong. Its sample is left out.

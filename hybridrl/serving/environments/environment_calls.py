@@ -4,7 +4,9 @@ It imports only the standard library. Rows and tasks arrive as JSON, because an 
 run. What a method returns, the parent checks.
 """
 
+import base64
 import inspect
+import io
 import json
 from typing import Any
 
@@ -28,12 +30,12 @@ class EnvironmentCalls:
         self._environment: Any = Interaction(cls({"name": name, **config})) if self.about else cls(**config)
         self._is_open = False  # whether an episode has begun
 
-    def reset(self, row: str) -> Any:
+    async def reset(self, row: str) -> Any:
         self._is_open = True
-        return self._environment.reset(json.loads(row))
+        return sendable(await result_of(self._environment.reset(json.loads(row))))
 
-    def step(self, action: str) -> Any:
-        return self._environment.step(action)
+    async def step(self, action: str) -> Any:
+        return sendable(await result_of(self._environment.step(action)))
 
     def finish(self) -> Any:
         return self._call_if_there("finish")
@@ -83,6 +85,20 @@ class Interaction:
             takes_instance = any(p.kind != p.VAR_KEYWORD for p in inspect.signature(finalize).parameters.values())
             await result_of(finalize(self._instance) if takes_instance else finalize())
         self._instance = None
+
+
+def sendable(value: Any) -> Any:
+    """Return what a method returned with images of Pillow as parts of a chat message, which JSON can have."""
+    if isinstance(value, list | tuple):
+        return [sendable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: sendable(item) for key, item in value.items()}
+    if not hasattr(value, "tobitmap"):
+        return value
+    with io.BytesIO() as stream:
+        value.save(stream, format="PNG")
+        data = base64.b64encode(stream.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 async def result_of(value: Any) -> Any:

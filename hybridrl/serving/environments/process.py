@@ -169,7 +169,11 @@ def _as_messages(value: Any, name: str) -> Messages:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | list)
+    )
 
 
 def _as_reward(value: Any) -> float:
@@ -181,7 +185,7 @@ def _as_answer(value: Any, name: str) -> Answer:
     """Return an answer of `step`. Raises AgentFailed if it is none."""
     observation, reward, is_done = value[:3] if isinstance(value, list) and len(value) >= 3 else (None, None, None)
     number = _as_reward(reward)
-    if not isinstance(observation, str) or not math.isfinite(number) or not isinstance(is_done, bool):
+    if not isinstance(observation, str | list) or not math.isfinite(number) or not isinstance(is_done, bool):
         raise AgentFailed(
             f"the environment {name!r} returned {value!r:.200} from `step`; return an observation (a text), a reward "
             "(a finite number), and whether the episode has ended",

@@ -7,6 +7,7 @@ the environment runs in a process of its own. What an environment does wrong is 
 from dataclasses import replace
 from typing import Any
 
+from hybridrl.algos.partition.row_images import IMAGE_DATA
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.serving.agent_loop.base import (
     AgentLoop,
@@ -21,7 +22,7 @@ from hybridrl.serving.environments.environment import Answer, Messages
 from hybridrl.serving.environments.pool import pool_of
 from hybridrl.serving.environments.process import EnvironmentProcess
 from hybridrl.serving.environments.settings import load_environments, spec_of_row
-from hybridrl.serving.sessions.prompts import encode, render, text_after_answer
+from hybridrl.serving.sessions.prompts import render, text_after_answer
 from hybridrl.workers.rollout.requests import TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -74,11 +75,12 @@ class EnvironmentAgentLoop(AgentLoop):
             action = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
             answer = await self.act(environment, action, sampling_params, row)
             rewards.append(answer.reward)
-            messages += [{"role": "assistant", "content": action}, {"role": "user", "content": answer.observation}]
+            observation, encoded = self.text_of(answer.observation)
+            messages += [{"role": "assistant", "content": action}, {"role": "user", "content": observation}]
             is_done = answer.is_done
             if is_done or len(rewards) == self.context.max_turns:
                 break
-            if not response.observe(self._observation(messages, output)):
+            if not response.observe(*self.encode(self._observation(messages, output), encoded)):
                 break
         counts = {"environment/steps": float(len(rewards))}
         if not is_done and (last := await environment.finish()) is not None:
@@ -94,17 +96,30 @@ class EnvironmentAgentLoop(AgentLoop):
 
     def _begin(self, row: dict[str, Any], messages: Messages) -> ResponseBuilder:
         """Return an empty response to the row's prompt and the first observation."""
-        prompt = encode(self.tokenizer, render(self.tokenizer, messages, ()))
+        encoded = [*(row.get(IMAGE_DATA) or {"images": ()})["images"]]
+        for place, message in enumerate(messages):
+            is_of_row = place < len(row.get("raw_prompt", ()))
+            text, own = self._with_tags(message["content"]) if is_of_row else self.text_of(message["content"])
+            messages[place] = {**message, "content": text}
+            encoded += own
+        prompt, images = self.encode(render(self.tokenizer, messages, ()), encoded)
         if len(prompt) > self.context.max_prompt_length > 0:
             raise DataError(
                 f"the prompt and the first observation have {len(prompt)} tokens; data.max_prompt_length is "
                 f"{self.context.max_prompt_length}"
             )
-        request = replace(row["request"], prompt_ids=tuple(prompt))
+        request = replace(row["request"], prompt_ids=tuple(prompt), images=images)
         return ResponseBuilder(row["client"], request, self.context.max_response_length)
 
-    def _observation(self, messages: Messages, output: TokenOutput) -> list[int]:
-        """Return the tokens between an action, the last message but one, and the policy's next turn."""
+    def _with_tags(self, content: Any) -> tuple[Any, list[bytes]]:
+        """Return a content of the row's prompt with the template's text for each `<image>`."""
+        processor = self.context.processor
+        if processor is None or not isinstance(content, str):
+            return content, []
+        return content.replace("<image>", processor.text), []
+
+    def _observation(self, messages: Messages, output: TokenOutput) -> str:
+        """Return the text between an action, the last message but one, and the policy's next turn."""
         text = text_after_answer(
             self.tokenizer, messages, (), answer=len(messages) - 2, sampled=[*output.token_ids][-1:]
         )
@@ -113,7 +128,7 @@ class EnvironmentAgentLoop(AgentLoop):
                 "the chat template of actor_rollout_ref.model.path does not show where an answer ends; environments "
                 "need one that renders turns of user and assistant one after the other"
             )
-        return encode(self.tokenizer, text)
+        return text
 
 
 def _episode_reward(environment: EnvironmentProcess, rewards: list[float], row: dict[str, Any]) -> float | None:

@@ -5,9 +5,12 @@ Called by `requests` and `apis`, in a thread. What a template cannot take is rej
 
 from typing import Any
 
+from hybridrl.errors import DataError
 from hybridrl.serving.openai.parameters import RequestError, ServedModel, get_typed, shorten
+from hybridrl.workers.images import content_text
 
 MAX_TOOLS = 128
+IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 def read_messages(body: dict, policy: ServedModel) -> list[dict]:
@@ -17,7 +20,7 @@ def read_messages(body: dict, policy: ServedModel) -> list[dict]:
         raise RequestError("messages is missing: a list of messages with role and content", param="messages")
     if not getattr(policy.tokenizer, "chat_template", None):
         raise RequestError("this model's tokenizer has no chat template; use /v1/completions", param="messages")
-    return [_readable(message) for message in messages]
+    return [_readable(message, policy) for message in messages]
 
 
 def read_tools(body: dict, policy: ServedModel) -> list[dict]:
@@ -57,6 +60,28 @@ def wants_calls(body: dict) -> bool:
     return bool(body.get("tools")) and body.get("tool_choice") != "none"
 
 
+def text_or_parts(content: Any, kinds: tuple[str, ...], *, param: str) -> str | list[Any]:
+    """Return a content of another API as that of a chat: its text, or its parts if some are images.
+
+    Args:
+        content: A text, or a list of parts.
+        kinds: Types of parts that have a text.
+        param: Of the request, for the error.
+    """
+    images = [part for part in content if _is_image(part)] if isinstance(content, list) else []
+    if not images:
+        return joined_text(content, kinds, param=param)
+    texts = {
+        True: lambda part: part,
+        False: lambda part: {"type": "text", "text": joined_text([part], kinds, param=param)},
+    }
+    return [texts[_is_image(part)](part) for part in content]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+
+
 def joined_text(parts: Any, kinds: tuple[str, ...], *, param: str) -> str:
     """Return a content as one text. Raises RequestError if it is no text, and no parts of these kinds.
 
@@ -81,8 +106,11 @@ def joined_text(parts: Any, kinds: tuple[str, ...], *, param: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _readable(message: Any) -> dict:
-    """Return the message with its content as one text, also where it came in parts or beside calls."""
+def _readable(message: Any, policy: ServedModel) -> dict:
+    """Return the message with its content as one text, also where it came in parts or beside calls.
+
+    Its images are beside it, encoded.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(
             f"messages: {shorten(message)} is not a message; give an object with role and content", param="messages"
@@ -90,12 +118,25 @@ def _readable(message: Any) -> dict:
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         content = ""
-    text = joined_text(content, ("text",), param="messages")
-    readable = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
+    text, images = _content(content, policy, role=message["role"])
+    readable = {key: value for key, value in message.items() if key not in ("tool_calls", "images")} | {"content": text}
+    readable |= {"images": images} if images else {}
     if readable["role"] == "developer":  # OpenAI's later name, which chat templates do not know
         readable["role"] = "system"
     calls = message.get("tool_calls")
     return readable if not calls else readable | {"tool_calls": _checked_calls(calls)}
+
+
+def _content(content: Any, policy: ServedModel, *, role: str) -> tuple[str, list[bytes]]:
+    """Return a content as one text, and its encoded images."""
+    if policy.processor is None or not (isinstance(content, list) and any(map(_is_image, content))):
+        return joined_text(content, ("text",), param="messages"), []
+    if role == "assistant":
+        raise RequestError("messages: an answer has no images; they are the user's or a tool's", param="messages")
+    try:
+        return content_text(text_or_parts(content, ("text",), param="messages"), policy.processor)
+    except DataError as error:
+        raise RequestError(str(error), param="messages") from error
 
 
 def _checked_calls(calls: Any) -> list[dict]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.workers.images import ImageProcessor
 from hybridrl.workers.rollout.sampling.logits import unwritable_strings
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -119,6 +120,7 @@ class ServedModel:
         max_response_length: Tokens of a response.
         vocab_size: Of the model's output.
         template_options: For the chat template (`data.apply_chat_template_kwargs`).
+        processor: Of a model that reads images.
     """
 
     name: str
@@ -127,6 +129,7 @@ class ServedModel:
     max_response_length: int
     vocab_size: int
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    processor: ImageProcessor | None = None
 
 
 def without_demands(body: dict, names: ParameterNames) -> dict:

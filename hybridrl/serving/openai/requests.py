@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hybridrl.errors import DataError
 from hybridrl.serving.openai.chat import read_messages, read_tools, wants_calls
 from hybridrl.serving.openai.parameters import (
     RequestError,
@@ -140,7 +141,7 @@ def _with_chat(
     return replace(
         completion,
         requests=[
-            Request(name, plan.prompt_ids, sampling, seed, sample=sample, num_before=num_before)
+            Request(name, plan.prompt_ids, sampling, seed, sample=sample, num_before=num_before, images=plan.images)
             for sample, name in enumerate(names)
         ],
         stop=sampling.stop,
@@ -255,7 +256,10 @@ def plan_chat(body: dict, policy: ServedModel, session: Session, *, n: int = 1) 
             n=n,
             check_text=lambda text: _require_length(text, policy, "messages"),
             options=policy.template_options,
+            processor=policy.processor,
         )
+    except DataError as error:
+        raise RequestError(str(error), param="messages") from error
     except SessionFull as error:
         raise RequestError(str(error), param="messages", code="context_length_exceeded") from error
     except SessionEnded as error:

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl import single_controller
+from hybridrl.config.schema.data import ImageDataConfig
 from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai.parameters import ServedModel
 from hybridrl.serving.openai.server import Endpoint
 from hybridrl.serving.replicas import GroupReplicas, Replicas
 from hybridrl.serving.router import ReplicaRouter
 from hybridrl.single_controller.worker_group import ClassWithInitArgs, RayClassWithInitArgs
+from hybridrl.workers.images import load_processor
 from hybridrl.workers.replica import ReplicaWorker
 from hybridrl.workers.rollout.base import VERSION_ON_DISK, RolloutSetup, load_special_tokens
 
@@ -62,7 +65,11 @@ class StandaloneModel:
 
     def served(self) -> ServedModel:
         length = self._length()
-        return ServedModel(self.name, self.tokenizer, length, length - 1, self._config().vocab_size)
+        config = self._config()
+        model = ModelConfig(path=self.path, trust_remote_code=self.trust_remote_code)
+        processor = load_processor(model, self.tokenizer, ImageDataConfig())
+        vocabulary = config.get_text_config().vocab_size
+        return ServedModel(self.name, self.tokenizer, length, length - 1, vocabulary, processor=processor)
 
     def _config(self) -> Any:
         from transformers import AutoConfig

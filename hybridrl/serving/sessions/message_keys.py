@@ -51,7 +51,7 @@ def message_key(message: Mapping[str, Any], *, stop_text: str | None = None) -> 
     """Return the key of a message whose content is a text, or None beside tool calls.
 
     Args:
-        message: As a client sends it, or gets it.
+        message: As a client sends it, or gets it; `images` are those of its text, encoded.
         stop_text: That ended it, and is not in its text.
     """
     thought, found, text = (message.get("content") or "").rpartition(END_OF_THOUGHT)
@@ -59,8 +59,9 @@ def message_key(message: Mapping[str, Any], *, stop_text: str | None = None) -> 
         (call["function"]["name"], _canonical(parsed_arguments(call["function"].get("arguments"))))
         for call in message.get("tool_calls") or ()
     ]
+    images = [hashlib.blake2b(image, digest_size=16).hexdigest() for image in message.get("images", ())]
     texts = [text] if stop_text is None else [text, text + stop_text]
-    digest, *with_stop = (_digest(_canonical([one.strip(), calls, message.get("name")])) for one in texts)
+    digest, *with_stop = (_digest(_canonical([one.strip(), calls, message.get("name"), *images])) for one in texts)
     return MessageKey(message["role"], digest, _digest(thought.strip()) if found else "", *with_stop)
 
 

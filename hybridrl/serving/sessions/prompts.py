@@ -95,7 +95,8 @@ def _with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates expect it: text that is no null, and arguments as objects."""
-    readable = {**message, "content": message.get("content") or ""}
+    readable = {key: value for key, value in message.items() if key != "images"}
+    readable["content"] = message.get("content") or ""
     if message.get("tool_calls"):
         readable["tool_calls"] = [
             {

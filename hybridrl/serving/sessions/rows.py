@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.algos.partition.row_images import RowImages, joined_images
 from hybridrl.serving.sessions.matching import BranchKind
-from hybridrl.serving.sessions.session import Turn, path
+from hybridrl.serving.sessions.session import Turn, path, path_images
 from hybridrl.workers.rollout.requests import NOT_SAMPLED
 
 
@@ -25,6 +26,7 @@ class SessionRow:
         turns: Numbers of the session's turns.
         own_turns: Those of them whose tokens are on the mask.
         routes: Those of the last turn.
+        images: Of all tokens.
     """
 
     prompt_ids: list[int]
@@ -35,6 +37,7 @@ class SessionRow:
     response_logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
     routes: Any = None
+    images: RowImages | None = None
 
     def observe(self, ids: Sequence[int]) -> None:
         """Append tokens that the policy read."""
@@ -67,7 +70,7 @@ def session_rows(turns: Sequence[Turn], *, max_prompt_length: int | None = None)
         numbers = path(turns, leaf)
         first = turns[numbers[0]].given_ids
         cut = len(first) if max_prompt_length is None else min(len(first), max_prompt_length)
-        row = SessionRow(list(first[:cut]), numbers)
+        row = SessionRow(list(first[:cut]), numbers, images=joined_images(path_images(turns, leaf)))
         row.observe(first[cut:])
         for number in numbers:
             if number != numbers[0]:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hybridrl.algos.partition.row_images import RowImages, joined_images
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions import matching, prompts
 from hybridrl.serving.sessions.matching import BranchKind
 from hybridrl.serving.sessions.message_keys import MessageKey, call_ids, conversation_keys, message_key
+from hybridrl.workers.images import ImageProcessor, with_images
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 
@@ -48,6 +50,7 @@ class Turn:
         kind: How the request relates to earlier ones.
         answer_id: Id of the answer, which its client has.
         routes: Entry of the column `routed_experts` of the conversation up to here.
+        images: Of `given_ids`.
     """
 
     parent: int | None
@@ -61,11 +64,17 @@ class Turn:
     kind: BranchKind
     answer_id: str = ""
     routes: Any = field(default=None, compare=False)
+    images: RowImages | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The prompt of a request. tokens_left: for the answer; None: the session sets no limit."""
+    """The prompt of a request. tokens_left: for the answer; None: the session sets no limit.
+
+    Attributes:
+        given_images: Of `given_ids`.
+        images: Of `prompt_ids`.
+    """
 
     parent: int | None
     keys: tuple[MessageKey, ...]
@@ -74,6 +83,8 @@ class PromptPlan:
     kind: BranchKind
     tokens_left: int | None
     occurrence: int  # of this prompt in the session, from 0
+    given_images: RowImages | None = None
+    images: RowImages | None = None
 
 
 @dataclass(frozen=True)
@@ -145,18 +156,21 @@ class Session:
         n: int = 1,
         check_text: Callable[[str], str] = str,
         options: Mapping[str, Any] = prompts.NO_OPTIONS,
+        processor: ImageProcessor | None = None,
     ) -> PromptPlan:
         """Return the prompt of a request with these messages.
 
         Args:
-            messages: The whole conversation, as the client sends it; contents are texts.
+            messages: The whole conversation, as the client sends it; contents are texts, with `images` beside them.
             tools: Of the request.
             tokenizer: With a chat template.
             n: Answers of the request.
             check_text: Returns a rendered text, or raises, before it is tokenized.
             options: For the chat template.
+            processor: Of a model that reads images.
 
         Raises:
+            DataError: An image is not read.
             SessionEnded: The session is closed.
             SessionFull: An episode has no room for an answer.
             Exception: What the chat template raises.
@@ -177,13 +191,19 @@ class Session:
                 parent, num_matched, kind = None, 0, BranchKind.RENDERED
         if text is None:
             text = prompts.render(tokenizer, messages, tools, options=options)
-        given = prompts.encode(tokenizer, check_text(text))
-        prompt = (*path_tokens(turns, parent), *given)
+        encoded = [image for message in messages[max(0, num_matched - 1) :] for image in message.get("images", ())]
+        before = path_images(turns, parent)
+        num_before = sum(len(images["image_tokens"]) for _, images in before if images is not None)
+        tokens = prompts.encode(tokenizer, check_text(text))
+        given, images = with_images(tokens, encoded, processor, num_before=num_before)
+        known = path_tokens(turns, parent)
+        prompt = (*known, *given)
         with self._lock:
             digest = hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest()
             occurrence = self._occurrences[digest]
             self._occurrences[digest] += n
-        plan = PromptPlan(parent, tuple(keys[num_matched:]), tuple(given), prompt, kind, None, occurrence)
+        all_images = images, joined_images([*before, (len(known), images)])
+        plan = PromptPlan(parent, tuple(keys[num_matched:]), tuple(given), prompt, kind, None, occurrence, *all_images)
         return plan if self.episode is None else self._limited(turns, plan, self.episode)
 
     def _limited(self, turns: list[Turn], plan: PromptPlan, episode: EpisodeLimits) -> PromptPlan:
@@ -239,6 +259,7 @@ class Session:
                 *(message_key(reply, stop_text=stop_text), call_ids(reply), plan.kind),
                 answer_id=answer_id,
                 routes=routes,
+                images=plan.given_images,
             )
         )
 
@@ -261,6 +282,15 @@ def path(turns: Sequence[Turn], number: int | None) -> list[int]:
         found.append(number)
         number = turns[number].parent
     return found[::-1]
+
+
+def path_images(turns: Sequence[Turn], number: int | None) -> list[tuple[int, RowImages | None]]:
+    """Return the images of each turn of a conversation, with the number of tokens before it."""
+    found, start = [], 0
+    for place in path(turns, number):
+        found.append((start, turns[place].images))
+        start += len(turns[place].given_ids) + len(turns[place].token_ids)
+    return found
 
 
 def path_tokens(turns: Sequence[Turn], number: int | None) -> list[int]:

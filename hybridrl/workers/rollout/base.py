@@ -156,6 +156,8 @@ class Rollout(ABC):
         images: Sequence[RowImages | None],
         keys: torch.Tensor,
         sampling: SamplingParams,
+        *,
+        num_done: int = 0,
     ) -> GeneratedTokens:
         """Return what `generate_tokens` returns, for prompts with images. Needs the capability `images`.
 

@@ -124,8 +124,10 @@ class HFRollout(VersionedRollout):
         images: Sequence[RowImages | None],
         keys: torch.Tensor,
         sampling: SamplingParams,
+        *,
+        num_done: int = 0,
     ) -> GeneratedTokens:
-        return self._generated(lambda: self._generate(prompts, keys, sampling, images=images))
+        return self._generated(lambda: self._generate(prompts, keys, sampling, num_done=num_done, images=images))
 
     @torch.inference_mode()
     def _generate(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.errors import DataError
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 
@@ -28,6 +29,7 @@ class Request:
         tools). Random numbers continue from there.
     num_before: tokens of the response before those that num_done counts: earlier turns of an agent, whose random
         numbers begin anew with each turn. Only the driver reads it, for the shares of partial rollouts.
+    images: of the tokens so far; None for a request of text.
     """
 
     request_id: str
@@ -37,6 +39,7 @@ class Request:
     sample: int = 0
     num_done: int = 0
     num_before: int = 0
+    images: RowImages | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.sampling.n != 1:

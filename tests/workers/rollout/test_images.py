@@ -10,6 +10,7 @@ from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
+from hybridrl.workers.rollout.requests import Request
 from tests.support.workers.engine_cases import WHOLE, make_engine
 from tests.support.workers.image_cases import FAMILIES, image_batch, plain_log_probs, read_processor, save_tiny
 
@@ -81,3 +82,27 @@ def test_a_rollout_that_cannot_read_images_refuses_prompts_with_images(models):
     rollout = ToyRollout.__new__(ToyRollout)
     with pytest.raises(Exception, match="does not declare the capability images; use hf"):
         rollout.generate_with_images([[1]], [None], torch.zeros(1), SamplingParams(1))
+
+
+def test_requests_sample_the_tokens_of_a_batch_also_in_chunks_and_beside_requests_of_text(models, monkeypatch):
+    monkeypatch.setattr("hybridrl.workers.rollout.batched_request_engine.CHUNK_TOKENS", 5)
+    path, prompts = models["qwen3_vl"], prompts_of(models["qwen3_vl"])
+    rollout, sampling = start(path), SamplingParams(12)
+    batch = rollout.generate(prompts, sampling).batch
+    rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), prompts.batch["seeds"], strict=True)
+    images = prompts.non_tensor_batch[IMAGE_INPUTS]
+    requests = [
+        Request(str(i), tuple(ids[mask].tolist()), sampling, int(seed), images=images[i])
+        for i, (ids, mask, seed) in enumerate(rows)
+    ]
+    engine, done = rollout.request_engine(), []
+    assert {request.images is None for request in requests} == {True, False}
+    done += engine.serve(requests, [], slice_s=60)
+    for output in done:
+        row = int(output.request_id)
+        mask = batch["response_mask"][row].bool()
+        assert output.token_ids == batch["responses"][row][mask].tolist()
+        torch.testing.assert_close(
+            torch.tensor(output.log_probs), batch["rollout_log_probs"][row][mask], atol=1e-5, rtol=0
+        )
+    assert len(done) == len(requests)

@@ -134,6 +134,7 @@ def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
         token_versions=row.token_versions,
         reward=reward,
         routes=row.routes,
+        images=row.images,
     )
 
 

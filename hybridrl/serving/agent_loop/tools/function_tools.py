@@ -16,9 +16,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_module
 from hybridrl.serving.agent_loop.tools.tool_threads import call_in_thread
+from hybridrl.workers.images import image_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ def row_arguments(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 async def call_tool(
     tools: dict[str, Callable], name: str, arguments: dict[str, Any], *, given: Mapping[str, Any] | None = None
-) -> str:
-    """Return a tool's answer as text.
+) -> Any:
+    """Return a tool's answer as text; one with images as a list of parts, see `workers/images/content.py`.
 
     An unknown tool, wrong arguments, an exception and a timeout give an answer that states the error. So does an answer
     that is no text and cannot be written as JSON.
@@ -98,6 +99,8 @@ async def call_tool(
                 answer = await function(**arguments)
         else:
             answer = await call_in_thread(function, arguments, timeout_s=TOOL_TIMEOUT_S)
+        if _has_images(answer):
+            return answer
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
     except TimeoutError:
         return f"Error: {name} did not answer within {TOOL_TIMEOUT_S:g} s"
@@ -105,6 +108,15 @@ async def call_tool(
         logger.debug("tool %s failed", name, exc_info=True)
         text = f"Error: {type(error).__name__}: {error}"
     return text[:MAX_ANSWER_CHARACTERS].encode("utf-8", "replace").decode()  # half a surrogate pair has no tokens
+
+
+def _has_images(answer: Any) -> bool:
+    """Return whether an answer is a list of parts with an image, or an image of Pillow."""
+    parts = answer if isinstance(answer, list) else [answer]
+    try:
+        return any(image_of(part) is not None for part in parts)
+    except DataError as error:
+        raise ValueError(str(error)) from error  # the policy sees it
 
 
 def _require_parameters(function: Callable, name: str, given: Mapping[str, Any]) -> None:

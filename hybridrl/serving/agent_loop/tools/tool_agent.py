@@ -14,6 +14,7 @@ from typing import Any
 from hybridrl.errors import ConfigError
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
 from hybridrl.serving.agent_loop.tools.function_tools import call_tool, row_arguments
+from hybridrl.workers import images
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
@@ -52,7 +53,10 @@ class ToolAgentLoop(AgentLoop):
             if not calls:
                 break
             answers = await asyncio.gather(*(self._answer(call, row) for call in calls))
-            if not response.observe(self.render_messages(calls, list(answers))):
+            contents = [self.text_of(answer) for answer in answers]
+            tokens = self.render_messages(calls, [text for text, _ in contents])
+            encoded = [image for _, own in contents for image in own]
+            if not response.observe(*images.with_images(tokens, encoded, self.context.processor)):
                 break
         return response.output()
 
@@ -69,7 +73,7 @@ class ToolAgentLoop(AgentLoop):
         return calls
 
     def render_messages(self, calls: list[ToolCall], answers: list[str]) -> list[int]:
-        """Return the tokens that answer these calls.
+        """Return the tokens that answer these calls, with one placeholder per image.
 
         A turn for each, and the start of the policy's next turn.
 
@@ -92,7 +96,7 @@ class ToolAgentLoop(AgentLoop):
         )
         return self.tokenizer.encode(whole[end:], add_special_tokens=False)
 
-    async def _answer(self, call: ToolCall, row: Mapping[str, Any]) -> str:
+    async def _answer(self, call: ToolCall, row: Mapping[str, Any]) -> Any:
         given = row_arguments(row, call.name)
         return call.error or await call_tool(dict(self.tools), call.name, call.arguments, given=given)
 

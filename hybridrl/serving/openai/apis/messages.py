@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.serving.openai.apis.api import Api, Event, StreamWriter, oldest_version
-from hybridrl.serving.openai.chat import joined_text
+from hybridrl.serving.openai.chat import joined_text, text_or_parts
 from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import (
     OWN_SAMPLING,
@@ -181,7 +181,7 @@ def _messages_of(message: Any) -> list[dict[str, Any]]:
     special = {"assistant": "tool_use", "user": "tool_result"}.get(role)
     chosen = [block for block in blocks if isinstance(block, dict) and block.get("type") == special]
     texts = [block for block in blocks if block not in chosen]
-    text = joined_text(texts if isinstance(content, list) else content, ("text",), param="messages")
+    text = text_or_parts(texts if isinstance(content, list) else content, ("text",), param="messages")
     if role == "assistant":
         calls = {"tool_calls": [_chat_call(block) for block in chosen]} if chosen else {}
         return [{"role": role, "content": text} | calls]
@@ -198,7 +198,7 @@ def _chat_call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _result(block: Mapping[str, Any]) -> dict[str, Any]:
     content = block.get("content")
-    text = "" if content is None else joined_text(content, ("text",), param="messages")
+    text = "" if content is None else text_or_parts(content, ("text",), param="messages")
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.serving.openai.apis.api import Api, Event, StreamWriter, oldest_version
-from hybridrl.serving.openai.chat import joined_text
+from hybridrl.serving.openai.chat import text_or_parts
 from hybridrl.serving.openai.choice import Choice
 from hybridrl.serving.openai.parameters import (
     OWN_SAMPLING,
@@ -258,7 +258,7 @@ def _append(messages: list[dict[str, Any]], item: Any) -> None:
     """Append an item; a call belongs to the message of the policy before it."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and isinstance(item.get("role"), str):
-        content = joined_text(item.get("content"), TEXT_PARTS, param="input")
+        content = text_or_parts(item.get("content"), TEXT_PARTS, param="input")
         messages.append({"role": item["role"], "content": content})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
@@ -267,7 +267,7 @@ def _append(messages: list[dict[str, Any]], item: Any) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
     elif kind == "function_call_output":
-        output = joined_text(item.get("output"), TEXT_PARTS, param="input")
+        output = text_or_parts(item.get("output"), TEXT_PARTS, param="input")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     else:
         raise RequestError(
