@@ -49,12 +49,12 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
     )
 
 
-def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int) -> Any:
+def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int, head: int = 16) -> Any:
     """Return the config of a tiny model that reads images.
 
-    It has heads of 16 numbers, a tower of two blocks, and images of few tokens.
+    It has heads of 16 numbers or another multiple of 16, a tower of two blocks, and images of few tokens.
     """
-    heads = hidden // 16
+    heads = hidden // head
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
@@ -63,7 +63,11 @@ def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int) -> An
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
         "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2 * head // 16, 3 * head // 16, 3 * head // 16],
+        },
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
@@ -72,14 +76,14 @@ def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int) -> An
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_heads": 4,
+        "num_heads": 64 // head,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
         "out_hidden_size": hidden,
     }
     if family == "qwen3_vl":
-        text["head_dim"] = 16
+        text["head_dim"] = head
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     else:
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
@@ -106,12 +110,13 @@ def build_model(
     family: str = "qwen3_vl",
     hidden: int = 64,
     layers: int = 2,
+    head: int = 16,
     seed: int = 0,
 ) -> Path:
     """Write model, tokenizer and image processor to a directory, as `save_pretrained` does."""
     tokenizer = make_tokenizer(texts)
     torch.manual_seed(seed)
-    config = model_config(family, tokenizer, hidden=hidden, layers=layers)
+    config = model_config(family, tokenizer, hidden=hidden, layers=layers, head=head)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)

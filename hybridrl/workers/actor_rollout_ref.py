@@ -185,6 +185,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
             # A push brings the weights, before which nothing is generated; without an actor there is none.
             load_format="auto" if self.config.only_generates else "dummy",
             seed=self.config.trainer.seed,
+            max_images=data.max_images_per_prompt,
         )
         self.rollout = make_rollout(self.config.actor_rollout_ref.rollout.name, setup)
         self._requests: rollout.RequestEngine | None = None  # started by the first ones

@@ -110,12 +110,14 @@ def test_a_critic_and_adapters_learn_from_pictures_and_the_tower_of_adapters_sta
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"actor_rollout_ref__rollout__name": "vllm"}, "rollout.name=vllm: it does not run with"),
+        (
+            {"reward_model__enable": True, "reward_model__model__path": "{model}"},
+            "reward_model.enable=true: it does not run with .*, which reads images",
+        ),
         (
             {"actor_rollout_ref__actor__strategy": "megatron"},
             "strategy=megatron supports the model types .* not qwen2_5_vl",
         ),
-        ({"reward_model__enable": True, "reward_model__model__path": "{model}"}, "reward_model.enable=true: it does"),
         (
             {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__model__target_modules": ["visual.up"]},
             r"linear layers are .*visual.qkv.* or use all-linear and visual.all-linear",
@@ -205,7 +207,12 @@ LOOP = """
 from dataclasses import replace
 
 from PIL import Image
-from hybridrl.serving.agent_loop import AgentLoop, register_agent_loop
+from hybridrl.serving.agent_loop import AgentLoop, function_tool, register_agent_loop
+from hybridrl.serving.agent_loop.tools.tool_agent import ToolAgentLoop, ToolCall
+
+@function_tool
+def look(side: int):
+    return ["What", Image.new("RGB", (side, 16), "red")]
 
 @register_agent_loop("looks_again")
 class LooksAgain(AgentLoop):
@@ -219,19 +226,28 @@ class LooksAgain(AgentLoop):
         if response.observe(*self.encode(text, images)):
             await response.sample(sampling_params)
         return replace(response.output(), reward=float(sum(response.ids) % 5))
+
+@register_agent_loop("calls_a_tool")
+class CallsATool(ToolAgentLoop):
+    "Each turn that ends calls the tool."
+
+    def parse_tool_calls(self, text):
+        return [ToolCall("look", {"side": 32})]
 """
 
 
-@pytest.mark.parametrize("loop", ["single_turn_agent", "looks_again"])
+@pytest.mark.parametrize("loop", ["single_turn_agent", "looks_again", "calls_a_tool"])
 def test_agents_train_what_they_sampled_also_after_a_picture_in_the_middle_of_a_response(folder, tmp_path, loop):
     (tmp_path / "loop.py").write_text(LOOP)
     changes = {
         "actor_rollout_ref__rollout__mode": "async",
         "actor_rollout_ref__rollout__agent__path": tmp_path / "loop.py",
         "actor_rollout_ref__rollout__agent__default_agent_loop": loop,
+        "actor_rollout_ref__rollout__multi_turn__function_tool_path": tmp_path / "loop.py",
         "actor_rollout_ref__actor__calculate_old_log_probs": True,
-        "data__max_response_length": 3 if loop == "single_turn_agent" else 12,
+        "data__max_response_length": {"single_turn_agent": 3, "looks_again": 12, "calls_a_tool": 40}[loop],
         "trainer__save_freq": -1,
+        "algorithm__use_kl_in_reward": True,
     }
     assert main_ppo.main(words(folder, tmp_path / "run", **changes)) == 0
     rows = [row for row in metrics(tmp_path / "run") if "training/rollout_log_probs_diff_max" in row]

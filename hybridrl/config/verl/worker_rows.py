@@ -339,7 +339,8 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     done(f"{ROLLOUT}.mtp.enable", "there is no multi-token prediction", "false"),
     refused(f"{ROLLOUT}.quantization", _GRIDS, "torchao", "ascend"),
     refused(f"{ROLLOUT}.quantization_config_file", _GRIDS),
-    refused(f"{ROLLOUT}.{{mtp,disaggregation,limit_images}}", "this is not in this release; leave it out"),
+    renamed(f"{ROLLOUT}.limit_images", "data.max_images_per_prompt"),
+    refused(f"{ROLLOUT}.{{mtp,disaggregation}}", "this is not in this release; leave it out"),
     elsewhere(f"{ROLLOUT}.agent.num_workers", "the router has no workers of its own"),
     done(f"{ROLLOUT}.agent.{{agent_loop_config_path,custom_async_server}}", "there is none", "null"),
     refused(

@@ -5,6 +5,8 @@ from .decoding import MAX_BYTES as MAX_BYTES
 from .decoding import as_encoded as as_encoded
 from .decoding import decoded_image as decoded_image
 from .decoding import small_copy as small_copy
+from .pictures import PictureReader as PictureReader
+from .pictures import collapsed as collapsed
 from .processor import ImageProcessor as ImageProcessor
 from .processor import expanded as expanded
 from .processor import load_processor as load_processor

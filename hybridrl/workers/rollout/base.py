@@ -61,6 +61,7 @@ class RolloutSetup:
     override_config: dict[str, Any] = field(default_factory=dict)
     load_format: str = "auto"
     seed: int = 0
+    max_images: int = 16
 
     @property
     def max_length(self) -> int:

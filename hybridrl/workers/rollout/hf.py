@@ -118,17 +118,6 @@ class HFRollout(VersionedRollout):
     def _reclaim_memory(self) -> None:
         self._model.to(self._device)
 
-    def generate_with_images(
-        self,
-        prompts: list[list[int]],
-        images: Sequence[RowImages | None],
-        keys: torch.Tensor,
-        sampling: SamplingParams,
-        *,
-        num_done: int = 0,
-    ) -> GeneratedTokens:
-        return self._generated(lambda: self._generate(prompts, keys, sampling, num_done=num_done, images=images))
-
     @torch.inference_mode()
     def _generate(
         self,

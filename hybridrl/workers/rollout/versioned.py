@@ -7,11 +7,12 @@ Weights are verified in the engine's own tensors, and released memory is measure
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
+from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.errors import StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers import weight_transfer
@@ -50,7 +51,13 @@ class VersionedRollout(Rollout):
 
     @abstractmethod
     def _generate(
-        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+        self,
+        prompts: list[list[int]],
+        keys: torch.Tensor,
+        sampling: SamplingParams,
+        *,
+        num_done: int = 0,
+        images: Sequence[RowImages | None] | None = None,
     ) -> GeneratedTokens:
         """Return n samples of each of B >= 1 prompts (token ids without padding), on CPU.
 
@@ -150,6 +157,17 @@ class VersionedRollout(Rollout):
         self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
     ) -> GeneratedTokens:
         return self._generated(lambda: self._generate(prompts, keys, sampling, num_done=num_done))
+
+    def generate_with_images(
+        self,
+        prompts: list[list[int]],
+        images: Sequence[RowImages | None],
+        keys: torch.Tensor,
+        sampling: SamplingParams,
+        *,
+        num_done: int = 0,
+    ) -> GeneratedTokens:
+        return self._generated(lambda: self._generate(prompts, keys, sampling, num_done=num_done, images=images))
 
     def _generated(self, generate: Callable[[], GeneratedTokens]) -> GeneratedTokens:
         self._require_awake("generate")

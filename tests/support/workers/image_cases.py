@@ -106,7 +106,7 @@ def plain_values(model: Any, batch: DataProto) -> torch.Tensor:
 
 def _by_row(model: Any, batch: DataProto, of_row: Any) -> torch.Tensor:
     """Return numbers (B,R) of the model's outputs before response tokens, 0 elsewhere."""
-    rows = []
+    rows, width = [], batch.batch["response_mask"].shape[1]
     for row, inputs in enumerate(batch.non_tensor_batch[IMAGE_INPUTS]):
         real = batch.batch["attention_mask"][row].bool()
         ids = batch.batch["input_ids"][row][real][None]
@@ -121,5 +121,5 @@ def _by_row(model: Any, batch: DataProto, of_row: Any) -> torch.Tensor:
         outputs = model(input_ids=ids, **more).logits[0]
         length = int(batch.batch["response_mask"][row].sum())
         found = of_row(outputs[-length - 1 : -1], ids[0, -length:])
-        rows.append(torch.cat([found, found.new_zeros(RESPONSE - length)]))
+        rows.append(torch.cat([found, found.new_zeros(width - length)]))
     return torch.stack(rows)

@@ -1,5 +1,6 @@
 """Images in chat messages: every form of one gives the tokens of a data file's row, and what is refused."""
 
+import asyncio
 import base64
 import io
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 
 from examples.vision.build_model import build_model
 from hybridrl.errors import DataError
+from hybridrl.serving.agent_loop.tools.function_tools import call_tool
+from hybridrl.serving.environments.environment_calls import sendable
 from hybridrl.serving.openai.apis.messages import MessagesApi
 from hybridrl.serving.openai.apis.responses import messages_of
 from hybridrl.serving.openai.parameters import RequestError, ServedModel
@@ -154,3 +157,17 @@ def test_a_model_of_text_reads_no_images(policy):
     with pytest.raises(DataError, match="this model reads text only"):
         content_text([picture(1)], None)
     assert with_images([1, 2], [], None) == ([1, 2], None)
+
+
+def test_pictures_of_tools_and_environments_arrive_as_they_are(policy):
+    content = ["What", picture(1)]
+    expected = content_text(content, policy.processor)
+    assert content_text(sendable(content), policy.processor) == expected
+    tools = {
+        "look": lambda: content,
+        "count": lambda: [1, 2],
+        "fetch": lambda: [openai(1) | {"image_url": "http://a/b"}],
+    }
+    answers = {name: asyncio.run(call_tool(tools, name, {})) for name in tools}
+    assert content_text(answers["look"], policy.processor) == expected
+    assert answers["count"] == "[1, 2]" and "nothing is fetched" in answers["fetch"]

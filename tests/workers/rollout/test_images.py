@@ -1,5 +1,7 @@
 """The `hf` rollout with images, against the trainer's engine and plain transformers."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.requests import Request
@@ -74,6 +77,43 @@ def test_placeholders_are_never_sampled_however_likely_they_are(models, do_sampl
     drawn = found["responses"][found["response_mask"].bool()]
     assert not torch.isin(drawn, torch.tensor(never)).any()
     assert (found["rollout_log_probs"][found["response_mask"].bool()] < -10).all()  # the model's, not of what was left
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM needs torchvision for images")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_samples_the_tokens_of_hf_with_its_log_probs_and_forgets_images_after_a_push(tmp_path, family):
+    path = save_tiny(tmp_path, family, head=32)
+    prompts, sampling = prompts_of(path), SamplingParams(12, n=2)
+    tokenizer, _ = read_processor(path)
+    config = RolloutConfig(name="vllm", max_num_seqs=8, kv_cache_memory_mb=64)
+    vllm = make_rollout("vllm", RolloutSetup(path, config, (tokenizer.eos_token_id,), tokenizer.pad_token_id, 64, 12))
+    for push in (False, True):
+        hf = start(path)
+        if push:
+            model = AutoModelForImageTextToText.from_pretrained(path)
+            with torch.no_grad():
+                model.model.visual.patch_embed.proj.weight.mul_(-0.5)
+            for rollout in (vllm, hf):
+                rollout.load_weights(1, ((name, tensor.clone()) for name, tensor in model.state_dict().items()))
+        found, expected = (rollout.generate(prompts, sampling).batch for rollout in (vllm, hf))
+        assert torch.equal(found["responses"], expected["responses"])
+        torch.testing.assert_close(found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)
+    images = prompts.non_tensor_batch[IMAGE_INPUTS]
+    rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), prompts.batch["seeds"], strict=True)
+    one = SamplingParams(12)
+    requests = [
+        Request(str(i), tuple(ids[mask].tolist()), one, int(seed), images=images[i])
+        for i, (ids, mask, seed) in enumerate(rows)
+    ]
+    done = {int(output.request_id): output for output in vllm.request_engine().serve(requests, [], slice_s=300)}
+    for row in range(len(prompts)):
+        mask = expected["response_mask"][2 * row].bool()
+        assert done[row].token_ids == expected["responses"][2 * row][mask].tolist(), done[row].error
+    images[0]["image_grid_thw"] = images[0]["image_grid_thw"][:, [0, 2, 1]]
+    images[0]["image_tokens"] = images[0]["image_tokens"] - 1
+    with pytest.raises(DataError, match="its image processor is not that of"):
+        vllm.generate(prompts, sampling)
 
 
 def test_a_rollout_that_cannot_read_images_refuses_prompts_with_images(models):

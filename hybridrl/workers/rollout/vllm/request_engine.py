@@ -6,11 +6,13 @@ One step is one vLLM step for all open requests.
 `worker_extension`, which this module reaches through `call_worker`, samples the tokens themselves.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
+from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.workers.rollout.request_engine import EngineHost, RequestEngine
 from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, needs_history
@@ -29,6 +31,10 @@ class VLLMHost(EngineHost, Protocol):
     def call_worker(self, method: str, *args: Any) -> Any: ...
 
     def engine_params(self, row: int, sampling: SamplingParams, stop_condition: StopCondition) -> Any: ...
+
+    def engine_prompt(self, tokens: list[int], images: RowImages | None) -> dict[str, Any]: ...
+
+    def check_prompt(self, output: Any, tokens: Sequence[int]) -> None: ...
 
 
 @dataclass
@@ -73,9 +79,8 @@ class VLLMRequestEngine(RequestEngine):
             self.rollout.call_worker("assign_slot", batch.number, row, request.key)
             params = self._params(request, batch.number, row)
             with preserve_process_state():
-                self.rollout.engine.add_request(
-                    request.request_id, {"prompt_token_ids": list(request.prompt_ids)}, params
-                )
+                prompt = self.rollout.engine_prompt(list(request.prompt_ids), request.images)
+                self.rollout.engine.add_request(request.request_id, prompt, params)
         except Exception:
             self._free(batch, row)
             raise
@@ -145,6 +150,7 @@ class VLLMRequestEngine(RequestEngine):
             entry = self._open.get(output.request_id)
             if entry is None:
                 continue
+            self.rollout.check_prompt(output, entry.request.prompt_ids)
             entry.tokens += output.outputs[0].token_ids
             if output.finished:
                 done.append(self._close(entry, "length" if output.outputs[0].finish_reason == "length" else "stop"))

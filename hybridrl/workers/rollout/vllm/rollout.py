@@ -10,7 +10,7 @@ inside vLLM is in `worker_extension`.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 
+from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.schema.rollout import RolloutConfig
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
+from hybridrl.workers.images import PictureReader, collapsed
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.request_engine import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens
@@ -58,12 +61,14 @@ class VLLMRollout(VersionedRollout):
         requests=True,
         adapters=True,
         tensor_parallel=True,
+        images=True,
         sampling=frozenset(SAMPLING),
     )
 
     def __init__(self, setup: RolloutSetup):
         super().__init__(setup, names=_weight_names(setup))
         self._failure: Exception | None = None
+        self._pictures = PictureReader(setup.model_path) if reads_images(load_hf_config(setup)) else None
         with preserve_process_state():
             self._llm = _start_engine(setup)
             self._self_test()
@@ -91,6 +96,8 @@ class VLLMRollout(VersionedRollout):
         with preserve_process_state():
             self.call_worker("load_rollout_weights", weights)
             self._reset_prefix_cache()  # its keys and values are those of the old weights
+            if self._pictures is not None:
+                self.engine.reset_encoder_cache()  # what the old tower has computed
 
     def _engine_fingerprint(self) -> int:
         return self.call_worker("rollout_fingerprint", self.setup.dtype)
@@ -123,10 +130,18 @@ class VLLMRollout(VersionedRollout):
             )
 
     def _generate(
-        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+        self,
+        prompts: list[list[int]],
+        keys: torch.Tensor,
+        sampling: SamplingParams,
+        *,
+        num_done: int = 0,
+        images: Sequence[RowImages | None] | None = None,
     ) -> GeneratedTokens:
         stop_condition = self.stop_condition(sampling)
-        requests = [{"prompt_token_ids": tokens} for tokens in prompts for _ in range(sampling.n)]
+        given = zip(prompts, images or [None] * len(prompts), strict=True)
+        own = [self.engine_prompt(tokens, found) for tokens, found in given]
+        requests = [prompt for prompt in own for _ in range(sampling.n)]
         params = [self.engine_params(row, sampling, stop_condition) for row in range(len(keys))]
         if self._failure is not None:
             raise RuntimeError(
@@ -141,10 +156,34 @@ class VLLMRollout(VersionedRollout):
                 raise
             finally:
                 tokens, log_probs, limits = self.call_worker("finish_batch")
+        for number, output in enumerate(outputs):
+            self.check_prompt(output, prompts[number // sampling.n])
         returned = [output.outputs[0].token_ids for output in outputs]
         if limits is not None:
             returned = [sequence[:limit] for sequence, limit in zip(returned, limits.tolist(), strict=True)]
         return self._to_generated_tokens(returned, tokens, log_probs)
+
+    def engine_prompt(self, tokens: list[int], images: RowImages | None) -> dict[str, Any]:
+        """Return a prompt as vLLM takes it: it inserts the tokens of images itself."""
+        if images is None:
+            return {"prompt_token_ids": tokens}
+        if self._pictures is None:
+            raise ConfigError(
+                f"{ROLLOUT_KEY}.name=vllm: a prompt has images, and {self.setup.model_path} reads text only"
+            )
+        return {
+            "prompt_token_ids": collapsed(tokens, images),
+            "multi_modal_data": {"image": self._pictures(images)},
+            "mm_processor_kwargs": {"do_resize": False},
+        }
+
+    def check_prompt(self, output: Any, tokens: Sequence[int]) -> None:
+        """Raise DataError unless vLLM has read these tokens: the trainer would compute other log-probs."""
+        if self._pictures is not None and list(output.prompt_token_ids) != list(tokens):
+            raise DataError(
+                f"vllm rollout: vLLM reads {len(output.prompt_token_ids)} tokens for a prompt with images of "
+                f"{len(tokens)}: its image processor is not that of {self.setup.model_path}; use rollout.name=hf"
+            )
 
     def engine_params(self, row: int, sampling: SamplingParams, stop_condition: StopCondition) -> Any:
         """Return vLLM's parameters for one sequence: greedy, because `RowSampler` leaves one token possible."""
@@ -223,7 +262,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
     start = partial(
         vllm.LLM,
         model=setup.model_path,
-        skip_tokenizer_init=True,
+        **_image_options(setup),
         trust_remote_code=setup.trust_remote_code,
         hf_overrides=dict(setup.override_config),
         generation_config="vllm",  # no sampling defaults from the model's directory
@@ -256,6 +295,18 @@ def _start_engine(setup: RolloutSetup) -> Any:
             f"data.max_prompt_length={setup.max_prompt_length} + data.max_response_length={setup.max_response_length} "
             "tokens; raise it, or lower one of the lengths"
         ) from error
+
+
+def _image_options(setup: RolloutSetup) -> dict[str, Any]:
+    """Return vLLM's options for images. Its processor of a model that reads images needs the tokenizer."""
+    if not reads_images(load_hf_config(setup)):
+        return {"skip_tokenizer_init": True}
+    if find_spec("torchvision") is None:
+        raise ConfigError(
+            f"{ROLLOUT_KEY}.name=vllm: {setup.model_path} reads images, for which vLLM needs torchvision; install the "
+            "one for your torch, or use rollout.name=hf"
+        )
+    return {"limit_mm_per_prompt": {"image": setup.max_images, "video": 0}}
 
 
 def _memory_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
@@ -299,9 +350,10 @@ def _set_environment() -> None:
 
 def _weight_names(setup: RolloutSetup) -> WeightNames:
     """Return the weight names of the model's Hugging Face class, without allocating the weights."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     config = load_hf_config(setup)
+    auto = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=setup.trust_remote_code)
+        model = auto.from_config(config, trust_remote_code=setup.trust_remote_code)
     return WeightNames.of(model)

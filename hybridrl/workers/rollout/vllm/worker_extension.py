@@ -20,6 +20,8 @@ from vllm.sampling_params import SamplingParams as EngineParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from hybridrl.single_controller.monitoring.work_done import report_work
+from hybridrl.workers import engine
+from hybridrl.workers.engine.hf_model import reads_images
 from hybridrl.workers.rollout.sampling.logits import TokenHistory
 from hybridrl.workers.rollout.sampling.sampler import (
     SamplingParams,
@@ -49,7 +51,8 @@ class SampledBatch:
 
     keys: (S,) int64, input. tokens: (S, R) int64 and log_probs: (S, R) float32, filled by `draw`. history: of a call
     whose next token depends on it. end_id: the token that makes vLLM end a request whose stop string is complete; not
-    part of the response. num_drawn: tokens drawn so far, with those that vLLM discards.
+    part of the response. num_drawn: tokens drawn so far, with those that vLLM discards. never: tokens that stand for
+    images, which are not drawn. Log-probs stay the model's.
     """
 
     keys: torch.Tensor
@@ -59,6 +62,7 @@ class SampledBatch:
     history: TokenHistory | None = None
     end_id: int = 0
     num_drawn: int = 0
+    never: torch.Tensor | None = None
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Draw token number `steps` (N,) of sequences `rows` (N,).
@@ -68,6 +72,8 @@ class SampledBatch:
         """
         history = self.history
         processed = None if history is None else history.process_logits(logits, rows, steps)
+        if self.never is not None:
+            processed = (logits if processed is None else processed).float().index_fill(-1, self.never, float("-inf"))
         tokens, log_probs = draw_tokens(
             logits, uniforms(self.keys[rows], steps), self.sampling, processed_logits=processed
         )
@@ -214,7 +220,7 @@ class RolloutExtension:
         stop_condition: StopCondition,
         num_done: int,
     ) -> SampledBatch:
-        shape, history = (len(keys), sampling.max_new_tokens), None
+        config, shape, history = self.vllm_config.model_config.hf_config, (len(keys), sampling.max_new_tokens), None
         if needs_history(sampling, stop_condition):
             history = TokenHistory(prompts, sampling, stop_condition, num_done=num_done, device=self.device)
         return SampledBatch(
@@ -224,4 +230,5 @@ class RolloutExtension:
             log_probs=torch.zeros(shape, dtype=torch.float32, device=self.device),
             history=history,
             end_id=stop_condition.ids[0] if stop_condition.ids else 0,
+            never=torch.tensor(engine.placeholder_ids(config), device=self.device) if reads_images(config) else None,
         )
