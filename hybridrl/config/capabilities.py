@@ -43,7 +43,7 @@ class RolloutCapabilities:
     tensor_parallel: several worker processes share one engine. With `requests` each of them gets the same ones between
         the same two steps, and must schedule them alike.
     routes: it returns the experts of every token of a mixture of experts (`GeneratedTokens.routes`).
-    images: `generate_with_images` takes prompts with images.
+    images: families (`model_type`) of which `generate_with_images` takes prompts with images.
     quantization: values of the setting `quantization` whose weights it computes with.
     sampling: the names of `SAMPLING` that it honours.
     """
@@ -56,7 +56,7 @@ class RolloutCapabilities:
     adapters: bool = False
     tensor_parallel: bool = False
     routes: bool = False
-    images: bool = False
+    images: frozenset[str] = frozenset()
     quantization: frozenset[str] = frozenset()
     sampling: frozenset[str] = frozenset()
 

@@ -60,8 +60,8 @@ class TextEnvironment:
                 integer that all samples of a prompt share.
 
         Returns:
-            A text, which becomes a turn of the user; whole messages; or None: the row's prompt says it all. A content
-            may be a list of texts and images of Pillow.
+            A text, or a list of texts and images of Pillow, which becomes a turn of the user; whole messages; or None:
+            the row's prompt says it all.
 
         Raises:
             ValueError: The row is wrong. Its sample is left out.

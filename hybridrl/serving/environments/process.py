@@ -159,13 +159,18 @@ def _as_messages(value: Any, name: str) -> Messages:
     """Return an observation of `reset` as messages. Raises AgentFailed if it is none."""
     if value is None:
         return []
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    is_content = isinstance(value, str) or (isinstance(value, list) and not any(map(_has_role, value)))
+    messages = [{"role": "user", "content": value}] if is_content and value != [] else value
     if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
         raise AgentFailed(
             f"the environment {name!r} returned {value!r:.200} from `reset`; return a text, messages or None",
             cause=NONSENSE,
         )
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _has_role(part: Any) -> bool:
+    return isinstance(part, dict) and "role" in part
 
 
 def _is_message(message: Any) -> bool:

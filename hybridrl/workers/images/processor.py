@@ -30,12 +30,22 @@ class ImageProcessor:
         tokenizer: Its tokenizer.
         options: `data.mm_processor_kwargs`: settings that replace the processor's own.
         max_images: Most images of one row.
+        model_type: Family of the model.
 
     Raises:
         ConfigError: The model has no image processor, or none whose tokens can be counted.
     """
 
-    def __init__(self, path: str, tokenizer: Any, *, options: dict[str, Any], max_images: int, token_id: int):
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Any,
+        *,
+        options: dict[str, Any],
+        max_images: int,
+        token_id: int,
+        model_type: str = "",
+    ):
         from transformers import AutoImageProcessor
 
         with model_errors(path, "cannot load its image processor"):
@@ -47,7 +57,7 @@ class ImageProcessor:
             )
         self._options, self.max_images, self.token_id = options, max_images, token_id
         self._merged = self._processor.merge_size**2
-        self._tokenizer = tokenizer
+        self._tokenizer, self.model_type = tokenizer, model_type
         self.token: str = tokenizer.convert_ids_to_tokens(token_id)
 
     @cached_property
@@ -139,7 +149,8 @@ def load_processor(model: Any, tokenizer: Any, data: Any, *, freezes: str | None
         return None
     if reads_images(found):
         options, limit = dict(data.mm_processor_kwargs), data.max_images_per_prompt
-        return ImageProcessor(model.path, tokenizer, options=options, max_images=limit, token_id=found.image_token_id)
+        own = {"token_id": found.image_token_id, "model_type": found.model_type}
+        return ImageProcessor(model.path, tokenizer, options=options, max_images=limit, **own)
     if freezes is not None:
         raise ConfigError(
             f"{freezes}=true: {model.path} (model_type={found.model_type}) has no vision tower; set it to false, or "

@@ -29,7 +29,7 @@ from hybridrl.errors import ConfigError, model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
 from hybridrl.workers.engine.attention.layer_kinds import cache_argument, use_exact_attention
-from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
+from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, needs_history, uniforms
@@ -57,7 +57,7 @@ class HFRollout(VersionedRollout):
         requests=True,
         adapters=True,
         routes=True,
-        images=True,
+        images=frozenset(IMAGE_MODELS),
         quantization=frozenset(QUANTIZATION),
         sampling=frozenset(SAMPLING),
     )

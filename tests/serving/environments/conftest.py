@@ -26,20 +26,33 @@ def no_process_is_left():
 def play(tmp_path, tiny_tokenizer):
     """Return a function that plays episodes of one environment, one after the other, and returns their responses."""
 
-    def play(entry: dict, *rows: tuple[dict, list[str]], max_turns: int | None = None, length: int = RESPONSE, **more):
+    def play(
+        entry: dict,
+        *rows: tuple[dict, list[str]],
+        max_turns: int | None = None,
+        length: int = RESPONSE,
+        reader=(tiny_tokenizer, None),  # tokenizer, and image processor
+        **more,
+    ):
+        tokenizer, processor = reader
         path = tmp_path / "environments.json"
         path.write_text(json.dumps({"interaction": [{"name": "it", **entry}]}))
         context = AgentLoopContext(
-            tiny_tokenizer, length, max_turns=max_turns, max_prompt_length=PROMPT, environments=str(path)
+            tokenizer,
+            length,
+            max_turns=max_turns,
+            max_prompt_length=PROMPT,
+            environments=str(path),
+            processor=processor,
         )
         loop, outputs = lookup_agent_loop("environment_agent")(context), []
         sampling = SamplingParams(length)
         for kwargs, turns in rows:
             columns = {"extra_info": {"index": 4, "interaction_kwargs": {"name": "it", **kwargs}}, "raw_prompt": ASKED}
-            prompt = tuple(tiny_tokenizer.encode("given"))
+            prompt = tuple(tokenizer.encode("given"))
             row = columns | {
                 "request": Request("r", prompt, sampling, 5),
-                "client": ScriptedTurns(tiny_tokenizer, turns),
+                "client": ScriptedTurns(tokenizer, turns),
             }
             outputs.append(asyncio.run(loop.run(sampling, **row, **more)))
         return outputs

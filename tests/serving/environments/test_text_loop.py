@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from examples.vision.build_model import build_model
 from hybridrl.errors import AgentFailed, ConfigError, DataError
 from hybridrl.serving.agent_loop.failures import FailureSort, cause_of, sort_failure
 from hybridrl.serving.environments import pool
 from hybridrl.serving.environments.process import CRASHED, HANGS, NONSENSE
+from tests.support.workers.image_cases import TEXTS, read_processor
 
 FILE = Path(__file__).parents[2] / "support" / "serving" / "sample_environments.py"
 GUESS = {"class_name": f"{FILE}:Guess"}
@@ -86,6 +90,21 @@ def test_a_fault_is_sorted_and_the_next_episode_gets_another_process(play, fault
     assert shared._idle == []
     [output] = play(calm, ({"number": 3}, ["5", "3"]))
     assert output.reward == 0.75
+
+
+def test_observations_may_have_pictures(play, tmp_path):
+    tokenizer, processor = read_processor(str(build_model(tmp_path / "model", texts=TEXTS)))
+    [output] = play({"class_name": f"{FILE}:Pictures"}, ({}, ["a", "b"]), reader=(tokenizer, processor))
+    ids = [*output.prompt_ids, *output.response_ids]
+    starts, numbers = output.images["image_starts"], output.images["image_tokens"]
+    assert numbers.tolist() == [2, 1] and starts[0] < len(output.prompt_ids) < starts[1]
+    for start, number in zip(starts, numbers, strict=True):
+        assert ids[start - 1 : start + number + 1] == tokenizer.encode(
+            f"<|vision_start|>{'<|image_pad|>' * number}<|vision_end|>"
+        )
+    shown = [Image.new("RGB", size, colour) for size, colour in (((32, 16), "red"), ((16, 16), "blue"))]
+    _, expected = processor(np.array([processor.token_id] * 2), shown)
+    assert output.images["image_hashes"].tolist() == expected["image_hashes"].tolist() and output.reward == 1.0
 
 
 def test_a_copy_of_the_process_does_not_answer(play):

@@ -107,3 +107,17 @@ def misbehave(fault: str) -> Any:
     if fault == "bug":
         raise TypeError("a list is no number")
     return {"nan": ("?", float("nan"), False), "none": (None, 1.0, False), "short": ("?", 1.0)}.get(fault, object())
+
+
+class Pictures:
+    """Shows a picture before each of two actions."""
+
+    def reset(self, row):
+        from PIL import Image
+
+        return ["What", Image.new("RGB", (32, 16), "red")]
+
+    def step(self, action):
+        from PIL import Image
+
+        return ["it", Image.new("RGB", (16, 16), "blue")], 0.5, action == "b"

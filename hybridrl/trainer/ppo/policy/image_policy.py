@@ -21,18 +21,17 @@ def image_processor(config: PPOConfig, tokenizer: Any) -> ImageProcessor | None:
     policy = config.actor_rollout_ref
     freezes = "actor_rollout_ref.actor.freeze_vision_tower" if policy.actor.freeze_vision_tower else None
     found = load_processor(policy.model, tokenizer, config.data, freezes=freezes)
-    for problem in _problems(config) if found is not None else ():
+    for problem in _problems(config, found.model_type) if found is not None else ():
         raise ConfigError(f"{problem}: it does not run with {policy.model.path}, which reads images (docs/images.md)")
     return found
 
 
-def _problems(config: PPOConfig) -> list[str]:
+def _problems(config: PPOConfig, family: str) -> list[str]:
     policy = config.actor_rollout_ref
+    rollout = policy.rollout.name
     problems = {
         f"actor_rollout_ref.actor.strategy={policy.actor.strategy}": not engine_settings(policy.actor).supports_images,
-        f"actor_rollout_ref.rollout.name={policy.rollout.name}": not rollout_class(
-            policy.rollout.name
-        ).capabilities.images,
+        f"actor_rollout_ref.rollout.name={rollout}": family not in rollout_class(rollout).capabilities.images,
         "reward_model.enable=true": config.reward_model.enable,
         "distillation.enabled=true": config.distillation.enabled,
     }

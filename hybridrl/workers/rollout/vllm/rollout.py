@@ -61,7 +61,7 @@ class VLLMRollout(VersionedRollout):
         requests=True,
         adapters=True,
         tensor_parallel=True,
-        images=True,
+        images=frozenset({"qwen2_5_vl"}),
         sampling=frozenset(SAMPLING),
     )
 
