@@ -12,7 +12,7 @@ It does not batch continuously: a batch of at most max_num_seqs sequences is fil
 Shapes: S sequences decoded together, P width of their prompts, R maximum new tokens, V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -32,9 +32,21 @@ from hybridrl.workers.engine.attention.layer_kinds import cache_argument, use_ex
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, draw_tokens, needs_history, uniforms
+from hybridrl.workers.rollout.sampling.sampler import (
+    SamplingParams,
+    draw_tokens,
+    needs_history,
+    uniforms,
+    without_tokens,
+)
 from hybridrl.workers.rollout.versioned import VersionedRollout
-from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames, fingerprint, pushed_dtype
+from hybridrl.workers.weight_transfer.fingerprint import (
+    NamedTensor,
+    WeightNames,
+    distinct_tensors,
+    pushed_dtype,
+    tensor_hash,
+)
 
 # Finished rows are dropped when they reach this share of the batch. A higher share computes finished rows for nothing.
 # A lower one moves rows of the cache too often, and each move is some 20 small operations.
@@ -76,6 +88,7 @@ class HFRollout(VersionedRollout):
         self._accepted = frozenset(signature(self._model.forward).parameters)
         self._routes = rollout.RouteLog(self._model) if setup.config.enable_rollout_routing_replay else None
         self._reads_images = reads_images(self._model.config)
+        self._hashes: dict[str, int] = {}  # of the tensors by name, as they were when they were read last
         self._never = engine.placeholder_ids(self._model.config) if self._reads_images else ()
         if (name := cache_argument(self._model)) in (None, "cache_params"):
             raise ConfigError(
@@ -101,8 +114,13 @@ class HFRollout(VersionedRollout):
                 )
             targets[name].copy_(tensor)
 
-    def _engine_fingerprint(self) -> int:
-        return fingerprint(self._model.state_dict().items(), self.setup.dtype)
+    def _engine_fingerprint(self, changed: Set[str] | None = None) -> int:
+        own = dict(distinct_tensors(self._model.state_dict().items()))
+        if changed is None or not changed <= self._hashes.keys():
+            changed = own.keys()
+        for name in changed:
+            self._hashes[name] = tensor_hash(own[name], pushed_dtype(name, self.setup.dtype))
+        return sum(self._hashes.values()) % (1 << 64)
 
     def _used_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -194,9 +212,10 @@ class HFRollout(VersionedRollout):
         stop_ids = torch.tensor(self.stop_condition(sampling).ids, dtype=torch.int64, device=self._device)
         for step in range(sampling.max_new_tokens):
             steps = torch.full_like(batch.rows, step)
-            processed = None if history is None else history.process_logits(logits, batch.rows, steps)
-            processed = self._without_placeholders(logits, processed)
-            tokens, log_probs = draw_tokens(logits, uniforms(batch.keys, step), sampling, processed_logits=processed)
+            process = None if history is None else history.processor(logits, batch.rows, steps)
+            if self._never:
+                process = without_tokens(self._never_ids, logits, process)
+            tokens, log_probs = draw_tokens(logits, uniforms(batch.keys, step), sampling, process=process)
             unfinished = ~batch.finished
             rows = batch.rows[unfinished]
             out.tokens[rows, step] = tokens[unfinished]
@@ -216,15 +235,6 @@ class HFRollout(VersionedRollout):
             logits = self._forward(tokens[:, None], mask, positions, batch.kv_cache)
             if self._routes is not None:
                 self._routes.add_tokens(batch.rows)
-
-    def _without_placeholders(self, logits: torch.Tensor, processed: torch.Tensor | None) -> torch.Tensor | None:
-        """Return logits to draw from in which no token stands for an image; None: the model's.
-
-        Such a token in a response would have no image. Log-probs stay those of the model, as with top-k.
-        """
-        if not self._never:
-            return processed
-        return (logits if processed is None else processed).float().index_fill(-1, self._never_ids, float("-inf"))
 
     @cached_property
     def _never_ids(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ Weights are verified in the engine's own tensors, and released memory is measure
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -46,8 +46,13 @@ class VersionedRollout(Rollout):
         )
 
     @abstractmethod
-    def _engine_fingerprint(self) -> int:
-        """Return the fingerprint of the tensors that the engine computes with."""
+    def _engine_fingerprint(self, changed: Set[str] | None = None) -> int:
+        """Return the fingerprint of the tensors that the engine computes with.
+
+        Args:
+            changed: Names of the weights that were replaced since the last call; None: read all. An engine may read all
+                in any case.
+        """
 
     @abstractmethod
     def _generate(
@@ -86,20 +91,20 @@ class VersionedRollout(Rollout):
     ) -> RolloutHealth:
         self._require_awake("load_weights")
         before, self._version = self._version, None
-        weights = iter(weights)
+        weights, replaced = iter(weights), set[str]()
         try:
             if adapters:
                 stream = self._merger.expect_adapters(weights)
             else:
                 stream = self._merger.expect_full_push(weights, is_hashed=sent is None)
-            self.replace_weights(self._merger.merge(stream))
+            self.replace_weights(_noted(self._merger.merge(stream), replaced))
         finally:
             # Iterating may be a collective call of all training ranks. A rank that stops early would block the others.
             for _ in weights:
                 pass
         pushed = stream.fingerprint if sent is None else sent()
         arrived = stream.fingerprint if stream.is_hashed else pushed
-        loaded = self._engine_fingerprint()
+        loaded = self._engine_fingerprint(replaced if adapters else None)
         expected = self._merger.expected_fingerprint(stream) if stream.is_hashed else pushed
         if stream.missing or arrived != pushed or loaded != expected:
             raise self._stale_weights(version, before, stream, pushed=pushed, loaded=loaded, expected=expected)
@@ -193,6 +198,13 @@ class VersionedRollout(Rollout):
     def _require_awake(self, call: str) -> None:
         if not self._awake:
             raise RuntimeError(f"{self.engine_name} rollout: {call}() while asleep; call wake_up() first")
+
+
+def _noted(weights: Iterable[NamedTensor], names: set[str]) -> Iterator[NamedTensor]:
+    """Yield the weights, and add their names to `names`."""
+    for name, tensor in weights:
+        names.add(name)
+        yield name, tensor
 
 
 def _warn_if_not_released(engine: str, *, expected: int, freed: int) -> None:

@@ -51,13 +51,16 @@ def fingerprint(named_tensors: Iterable[NamedTensor], dtype: torch.dtype) -> int
         dtype: a floating-point type of 2 or 4 bytes, to which tensors that are not quantised are cast first
             (`pushed_dtype`).
     """
-    total, seen = 0, set()
+    own = distinct_tensors(named_tensors)
+    return sum(tensor_hash(tensor, pushed_dtype(name, dtype)) for name, tensor in own) % (1 << 64)
+
+
+def distinct_tensors(named_tensors: Iterable[NamedTensor]) -> list[NamedTensor]:
+    """Return the tensors; of those that share memory the first one."""
+    found: dict[tuple[torch.device, int, int], NamedTensor] = {}
     for name, tensor in named_tensors:
-        address = (tensor.device, tensor.data_ptr(), tensor.numel())
-        if address not in seen:
-            seen.add(address)
-            total += tensor_hash(tensor, pushed_dtype(name, dtype))
-    return total % (1 << 64)
+        found.setdefault((tensor.device, tensor.data_ptr(), tensor.numel()), (name, tensor))
+    return [*found.values()]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class MisreadingRollout(HFRollout):
             self.damage(before)
         self.pushes += 1
 
-    def _engine_fingerprint(self) -> int:
+    def _engine_fingerprint(self, changed=None) -> int:
         return self.arrived
 
     def _named(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -105,6 +105,17 @@ def test_adapters_alone_generate_what_merged_weights_generate(rollouts, actor, n
         assert rollout.health().fingerprint == health.fingerprint
 
 
+def test_a_push_of_adapters_reads_only_the_weights_that_it_replaces(path, actor):
+    rollout = make_rollout("hf", setup_of(path))
+    rollout.load_weights(1, actor.weights(lora="base_and_adapters"))
+    embedding = rollout._model.get_input_embeddings().weight
+    embedding.data[0, 0] += 1
+    rollout.load_weights(2, actor.weights(lora="adapters"), adapters=True)
+    assert rollout.health().version is None, "health reads all"
+    rollout.load_weights(3, actor.weights(lora="base_and_adapters"))
+    assert rollout.health().version == 3
+
+
 def test_only_a_and_b_are_sent(actor):
     merged, alone = (OutgoingWeights(actor.weights(lora=lora), torch.bfloat16) for lora in ("merged", "adapters"))
     assert list(merged)

@@ -9,7 +9,7 @@ Shapes: B prompts, S = B * n sequences, N sequences drawn now, V vocabulary, P p
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +44,12 @@ class TokenHistory:
         self._responses = _padded(done, num_done + sampling.max_new_tokens, device).repeat_interleave(sampling.n, dim=0)
         self.lengths = torch.full((len(self._responses),), sampling.max_new_tokens, device=device)
 
+    def processor(
+        self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor
+    ) -> Callable[[slice], torch.Tensor]:
+        """Return `process_logits` for parts of a batch, as `draw_tokens` needs it."""
+        return lambda part: self.process_logits(logits[part], rows[part], steps[part])
+
     def process_logits(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Return logits (N, V) float32 with penalties and minimum length applied.
 
@@ -53,14 +59,14 @@ class TokenHistory:
         Args:
             logits: (N, V) of token number `steps` (N,) of the sequences `rows` (N,).
         """
-        logits = logits.float().clone()
+        logits = logits.to(torch.float32, copy=True)
         steps = steps + self.num_done
         if self.sampling.penalises:
             responses = self._responses[rows]
             responses = responses.masked_fill(
                 torch.arange(responses.shape[1], device=responses.device) >= steps[:, None], NO_TOKEN
             )
-            logits = _apply_penalties(logits, self._prompts[rows], responses, self.sampling)
+            _penalise(logits, self._prompts[rows], responses, self.sampling)
         ids = [token for token in self.stop_condition.ids if token < logits.shape[-1]]
         if self.sampling.min_tokens and ids:
             early = (steps < self.sampling.min_tokens).nonzero().squeeze(-1)
@@ -96,24 +102,30 @@ def _padded(lists: list[list[int]], width: int, device: torch.device | str) -> t
     )
 
 
-def _apply_penalties(
-    logits: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor, sampling: SamplingParams
-) -> torch.Tensor:
-    """Return logits (N, V) with penalties for the tokens of prompts (N, P) and responses (N, T)."""
-    counts = _counts(responses, logits.shape[-1])
+def _penalise(logits: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor, sampling: SamplingParams) -> None:
+    """Apply penalties to logits (N, V) in place, for the tokens of prompts (N, P) and responses (N, T).
+
+    Changes only the logits of these tokens, so it costs nothing of the vocabulary's size.
+    """
     if sampling.repetition_penalty != 1:
-        seen = (counts + _counts(prompts, logits.shape[-1])) > 0
-        logits = torch.where(seen & (logits > 0), logits / sampling.repetition_penalty, logits)
-        logits = torch.where(seen & (logits < 0), logits * sampling.repetition_penalty, logits)
-    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+        places, _ = _places(torch.cat([prompts, responses], dim=1), logits.shape[-1])
+        found = logits[places]
+        scaled = torch.where(found > 0, found / sampling.repetition_penalty, found * sampling.repetition_penalty)
+        logits[places] = scaled
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        places, columns = _places(responses, logits.shape[-1])
+        own = responses[places[0]]
+        counts = (own == responses[places[0], columns][:, None]).sum(-1)
+        logits[places] = logits[places] - sampling.frequency_penalty * counts - sampling.presence_penalty
 
 
-def _counts(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return how often each token of the vocabulary occurs in tokens (N, T), as (N, V) float32."""
-    counts = torch.zeros(len(tokens), vocab_size + 1, device=tokens.device)  # one more, for padding
-    return counts.scatter_add_(1, tokens % (vocab_size + 1), torch.ones_like(tokens, dtype=torch.float32))[
-        :, :vocab_size
-    ]
+def _places(tokens: torch.Tensor, vocab_size: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return row and token, and the column, of each of tokens (N, T) that is in the vocabulary.
+
+    A token that a row has several times is there several times: an assignment writes the same value again.
+    """
+    rows, columns = ((tokens >= 0) & (tokens < vocab_size)).nonzero(as_tuple=True)
+    return (rows, tokens[rows, columns]), columns
 
 
 class StopStrings:

@@ -7,6 +7,7 @@ processes; the driver builds `SamplingParams` from the settings (`sampling_param
 Shapes: B prompts, S = B * n sequences, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +124,7 @@ def draw_tokens(
     uniform: torch.Tensor | None,
     sampling: SamplingParams,
     *,
-    processed_logits: torch.Tensor | None = None,
+    process: Callable[[slice], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the next tokens (S,) int64 and their log-probs (S,) float32.
 
@@ -134,7 +135,7 @@ def draw_tokens(
     Args:
         logits: the model's, (S, V) of any float dtype.
         uniform: (S,) float64, from `uniforms`; not used for greedy sampling.
-        processed_logits: logits to draw from instead of the model's (`TokenHistory.process_logits`).
+        process: returns for a part of the rows the logits to draw from instead of the model's.
     """
     elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
     rows = max(1, elements // logits.shape[1])
@@ -142,10 +143,21 @@ def draw_tokens(
     for start in range(0, max(1, len(logits)), rows):
         part = slice(start, start + rows)
         numbers = None if uniform is None else uniform[part]
-        processed = None if processed_logits is None else processed_logits[part]
+        processed = None if process is None else process(part)
         drawn.append(_draw_rows(logits[part], numbers, sampling, processed))
     tokens, log_probs = zip(*drawn, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
+
+
+def without_tokens(
+    never: torch.Tensor, logits: torch.Tensor, process: Callable[[slice], torch.Tensor] | None
+) -> Callable[[slice], torch.Tensor]:
+    """Return a `process` of `draw_tokens` after which the tokens `never` are not drawn.
+
+    They are those that stand for images: one in a response would have no image. Log-probs stay those of the model.
+    """
+    earlier = process or (lambda part: logits[part])
+    return lambda part: earlier(part).float().index_fill(-1, never, float("-inf"))
 
 
 def _draw_rows(

@@ -10,7 +10,7 @@ inside vLLM is in `worker_extension`.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -99,7 +99,7 @@ class VLLMRollout(VersionedRollout):
             if self._pictures is not None:
                 self.engine.reset_encoder_cache()  # what the old tower has computed
 
-    def _engine_fingerprint(self) -> int:
+    def _engine_fingerprint(self, changed: Set[str] | None = None) -> int:
         return self.call_worker("rollout_fingerprint", self.setup.dtype)
 
     @property

@@ -29,6 +29,7 @@ from hybridrl.workers.rollout.sampling.sampler import (
     draw_tokens,
     needs_history,
     uniforms,
+    without_tokens,
 )
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.expert_reload import load_weights
@@ -71,12 +72,10 @@ class SampledBatch:
             logits (N, V), overwritten in place, in which only the drawn tokens are possible.
         """
         history = self.history
-        processed = None if history is None else history.process_logits(logits, rows, steps)
+        process = None if history is None else history.processor(logits, rows, steps)
         if self.never is not None:
-            processed = (logits if processed is None else processed).float().index_fill(-1, self.never, float("-inf"))
-        tokens, log_probs = draw_tokens(
-            logits, uniforms(self.keys[rows], steps), self.sampling, processed_logits=processed
-        )
+            process = without_tokens(self.never, logits, process)
+        tokens, log_probs = draw_tokens(logits, uniforms(self.keys[rows], steps), self.sampling, process=process)
         # A partly computed prompt draws a token that vLLM discards. The right one overwrites it here later.
         self.tokens[rows, steps] = tokens
         self.log_probs[rows, steps] = log_probs

@@ -103,6 +103,27 @@ def test_penalties_are_vllms_formulas():
     assert earlier.tolist() == [[2.0, -2.75, 1.0, 3.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_penalties_of_a_real_vocabulary_are_those_of_every_token_bit_for_bit(dtype):
+    sampling = SamplingParams(9, n=2, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3)
+    dice, vocab = torch.Generator().manual_seed(1), 49_152
+    prompts = [torch.randint(vocab, (size,), generator=dice).tolist() for size in (7, 1, 12)]
+    history, rows = TokenHistory(prompts, sampling, StopCondition(()), device="cpu"), torch.arange(6)
+    for step in range(9):
+        history.record(rows, torch.full((6,), step), torch.randint(40, (6,), generator=dice))  # some of them twice
+    logits = (3 * torch.randn(6, vocab, generator=dice)).to(dtype)
+    expected = logits.float().clone()
+    for row in range(6):
+        prompt = prompts[row // 2]
+        response = history._responses[row, :8].tolist()
+        for token in {*prompt, *response}:
+            value = expected[row, token]
+            expected[row, token] = value / 1.3 if value > 0 else value * 1.3
+        for token in {*response}:
+            expected[row, token] = expected[row, token] - 0.3 * torch.tensor(response.count(token)) - 0.5
+    assert torch.equal(history.process_logits(logits, rows, torch.full((6,), 8)), expected)
+
+
 def test_min_p_keeps_tokens_above_its_share_of_the_largest_probability():
     """Of 0.5, 0.3, 0.15, 0.05 the share 0.31 of the likeliest keeps the first two: 0.155 is more than the third."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(1000, -1)
@@ -327,7 +348,7 @@ def test_draws_and_log_probs_of_some_rows_at_a_time_are_those_of_all_rows_bit_fo
     uniform, params = uniforms(torch.arange(11), 0), SamplingParams(1, **settings)
     at_once = draw_tokens(logits, uniform, params)
     rolled = logits.float().roll(1, dims=1)
-    processed = draw_tokens(logits, uniform, params, processed_logits=rolled)
+    processed = draw_tokens(logits, uniform, params, process=rolled.__getitem__)
     monkeypatch.setattr(sampler, "CPU_CHUNK_ELEMENTS", 3001 * 4)
     assert all(map(torch.equal, draw_tokens(logits, uniform, params), at_once))
-    assert all(map(torch.equal, draw_tokens(logits, uniform, params, processed_logits=rolled), processed))
+    assert all(map(torch.equal, draw_tokens(logits, uniform, params, process=rolled.__getitem__), processed))
