@@ -169,6 +169,17 @@ def faster_dtype(config: PPOConfig, instructions: str, *, speed: Callable[[str, 
 
 def expected_step(config: PPOConfig, device: Device, *, on: str) -> str:
     """Return a line with the expected seconds of a step's stages, by the speeds of the device."""
+    tokens = -(-config.data.max_response_length // 2)
+    seconds = planned_seconds(config, device, tokens=tokens)
+    stages = ", ".join(f"{name} {taken:{'.1f' if taken >= 1 else '.2g'}}" for name, taken in seconds.items())
+    return (
+        f"\nexpected step on {on.partition(', ')[0]}: {step_seconds(config, seconds):.1f} s ({stages}), if responses "
+        f"have {tokens} tokens; docs/simulation.md says what this leaves out\n"
+    )
+
+
+def planned_seconds(config: PPOConfig, device: Device, *, tokens: int) -> dict[str, float]:
+    """Return the expected seconds of a step's stages by name, if responses have so many tokens."""
     policy, shape = config.actor_rollout_ref, read_shape(str(config.actor_rollout_ref.model.path))
     value_bytes = 4 if training_dtype(config, "cuda" if device in DEVICES.values() else "cpu") == "float32" else 2
     model = Model(shape.params, shape.layers, shape.hidden, shape.kv_width, value_bytes)
@@ -180,13 +191,7 @@ def expected_step(config: PPOConfig, device: Device, *, on: str) -> str:
         prompt_tokens=config.data.max_prompt_length,
         **overheads,
     )
-    tokens = -(-config.data.max_response_length // 2)
-    seconds = stage_seconds(config, costs, tokens=tokens, stages=_model_stages(config))
-    stages = ", ".join(f"{name} {taken:{'.1f' if taken >= 1 else '.2g'}}" for name, taken in seconds.items())
-    return (
-        f"\nexpected step on {on.partition(', ')[0]}: {step_seconds(config, seconds):.1f} s ({stages}), if responses "
-        f"have {tokens} tokens; docs/simulation.md says what this leaves out\n"
-    )
+    return stage_seconds(config, costs, tokens=tokens, stages=_model_stages(config))
 
 
 def _model_stages(config: PPOConfig) -> set[str]:

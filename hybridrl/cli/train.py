@@ -9,12 +9,15 @@ import functools
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridrl.cli.data.inspection import PROGRAMS, own_names, program_of, token_lengths
+import numpy as np
+
+from hybridrl.cli.data.inspection import PROGRAMS, own_names, program_of, row_tokens
 from hybridrl.cli.data.tasks import TASKS, data_file, task_file
 from hybridrl.cli.plan import (
     BFLOAT16,
@@ -27,6 +30,7 @@ from hybridrl.cli.plan import (
     word,
 )
 from hybridrl.config import PPOConfig, load_config, model_folder
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.driver.terminal import show, show_error
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import validate_config
@@ -34,8 +38,16 @@ from hybridrl.planning.choices import Devices, candidates
 from hybridrl.planning.machine import ThisMachine, this_machine
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.tokenizer import load_tokenizer
+from hybridrl.workers.process_setup import resolve_device
+from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
 
 MEASURED_ROWS = 2000  # whose lengths are looked at; longer prompts among the others are left out
+PERCENTILE, MAX_EXCESS = 99, 1.5  # of lengths; the longest row counts if it is at most so many times that
+NUM_ANSWERS, ANSWER_PERCENTILE = 16, 95  # that are sampled to see where answers end
+ENDING_SHARE = 0.75  # of the answers that must end by themselves
+RESPONSE_LENGTH = "data.max_response_length"
+OTHER_ANSWERS = ("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.stop", "--cfg")  # not those sampled here
 ROUND_TO = 32  # tokens
 MAX_RESPONSE, CPU_RESPONSE = 1024, 256
 UNLIMITED = 4096  # positions of a model that has no limit
@@ -97,11 +109,11 @@ def command_words(arguments: argparse.Namespace, found: Machine) -> list[str]:
     folder = model_folder(arguments.model, key="MODEL")
     tokenizer = load_tokenizer(folder, key="MODEL")
     key = program.needs[0]
-    lengths = token_lengths(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt", limit=MEASURED_ROWS)
-    longest = max(lengths, default=1)
-    about = _About(arguments.model, folder, longest, len(rows), found)
+    found_rows = row_tokens(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt", limit=MEASURED_ROWS)
+    about = _About(arguments.model, folder, [*found_rows], len(rows), found)
     module, _, own = program.name.replace(" or main_rm", "").partition(" ")
-    chosen = _ppo_settings(about) if module == "main_ppo" else _supervised_settings(about, module)
+    given = {name: value for name, _, value in (text.partition("=") for text in arguments.settings)}
+    chosen = _ppo_settings(about, given) if module == "main_ppo" else _supervised_settings(about, module)
     values = {**files, **chosen, **_record_settings(arguments, validates="data.val_files" in files)}
     words = [*(f"{key}={word(value)}" for key, value in values.items()), *own.split(), *arguments.settings]
     if module == "main_ppo":
@@ -127,37 +139,75 @@ def _files(data: str, source: str | None) -> dict[str, str]:
 class _About:
     model: str  # as the user names it
     folder: str  # with its files; a name of the hub is the same
-    longest: int  # tokens of a prompt, or of a conversation
+    rows: list[list[int]]  # tokens of the measured prompts or conversations
     num_rows: int
     machine: Machine
 
+    @property
+    def length(self) -> int:
+        """The tokens that nearly all rows fit into: all, unless few rows are much longer than the others."""
+        lengths = [*map(len, self.rows)] or [1]
+        most = int(np.percentile(lengths, PERCENTILE))
+        return max(lengths) if max(lengths) <= MAX_EXCESS * most else most
 
-def _ppo_settings(about: _About) -> dict[str, Any]:
-    """Return settings of GRPO."""
+
+def _ppo_settings(about: _About, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings of GRPO. given: The user's own, as texts."""
     shape, positions = read_shape(about.folder), _positions(about.folder)
-    prompt = _rounded(about.longest, positions - ROUND_TO)
+    prompt = _rounded(about.length, positions - ROUND_TO)
     gpus = about.machine.gpus
+    fast = BFLOAT16 if not gpus and about.machine.bfloat16 and bfloat16_speed_up() >= MIN_SPEED_UP else {}
+    response = max(1, min(MAX_RESPONSE if gpus else CPU_RESPONSE, positions - prompt))
+    if not given.keys() & {RESPONSE_LENGTH, *OTHER_ANSWERS}:
+        dtype = fast.get("actor_rollout_ref.rollout.dtype", "auto")
+        response = _response_length(about, dtype=dtype, prompt=prompt, limit=response)
     batch = min(GPU_BATCH if gpus else int(_by_size(CPU_BATCHES, shape.params)), about.num_rows)
     chosen = {
         "data.train_batch_size": batch,
         "data.max_prompt_length": prompt,
-        "data.max_response_length": max(1, min(MAX_RESPONSE if gpus else CPU_RESPONSE, positions - prompt)),
+        RESPONSE_LENGTH: response,
         "data.filter_overlong_prompts": True,
         "actor_rollout_ref.model.path": about.model,
         "actor_rollout_ref.actor.ppo_mini_batch_size": batch,
         "actor_rollout_ref.actor.optim.lr": _by_size(LEARNING_RATES, shape.params),
         "actor_rollout_ref.rollout.name": "vllm" if gpus and find_spec("vllm") else "hf",
     }
-    if not gpus and about.machine.bfloat16 and bfloat16_speed_up() >= MIN_SPEED_UP:
-        chosen |= BFLOAT16
-    return chosen | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
+    return (
+        chosen
+        | fast
+        | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
+    )
+
+
+def _response_length(about: _About, *, dtype: str, prompt: int, limit: int) -> int:
+    """Return the tokens that responses may have, by where sampled answers end; says what it saw.
+
+    Twice what nearly all of them have, because answers may get longer in training; `limit` if many do not end.
+    """
+    prompts = [row for row in about.rows if 0 < len(row) <= prompt][:NUM_ANSWERS]
+    if not prompts:
+        return limit
+    special, device = load_special_tokens(about.folder), resolve_device("auto")
+    setup = RolloutSetup(
+        about.folder, RolloutConfig(dtype=dtype), special.eos_ids, special.pad_id, prompt, limit, device
+    )
+    keys = sequence_keys(row_seeds(0, len(prompts)), 1)
+    found = make_rollout("hf", setup).generate_tokens(prompts, keys, SamplingParams(limit))
+    lengths = [length for length in found.mask.sum(-1).tolist() if length < limit]
+    seen = f"{len(lengths)} of {len(prompts)} sampled answers end before token {limit}"
+    if len(lengths) < ENDING_SHARE * len(prompts):
+        show_error(f"{seen}\n")
+        return limit
+    most = int(np.percentile(lengths, ANSWER_PERCENTILE))
+    show_error(f"{seen}, {ANSWER_PERCENTILE} % of these before token {most + 1}\n")
+    return _rounded(2 * most, limit)
 
 
 def _supervised_settings(about: _About, module: str) -> dict[str, Any]:
     """Return settings of supervised fine-tuning, or of preferences."""
     positions = _positions(about.folder)
     # Pairs have a response beside the prompt that was measured.
-    wanted = about.longest if module == "main_sft" else about.longest + MAX_RESPONSE
+    wanted = about.length if module == "main_sft" else about.length + MAX_RESPONSE
     gpus = about.machine.gpus
     chosen = {
         "data.train_batch_size": min(SFT_BATCH, about.num_rows),

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,17 @@ def test_prompts_are_trained_by_grpo_with_lengths_of_the_data_and_the_model(tmp_
     assert prompt % 32 == 0 and int(chosen["data.max_response_length"]) == 256  # of a CPU; the model has 512 positions
     assert chosen["data.train_batch_size"] == "5" and chosen["trainer.total_training_steps"] == "2"
     assert main_ppo.main([*words, "--cfg", "job"]) == 0
+
+
+def test_responses_are_as_long_as_sampled_answers_and_prompts_as_nearly_all_rows(tmp_path, tiny_qwen2, capsys):
+    model = shutil.copytree(tiny_qwen2, tmp_path / "model")
+    every_token = {"eos_token_id": [*range(json.loads((model / "config.json").read_text())["vocab_size"])]}
+    (model / "generation_config.json").write_text(json.dumps(every_token))
+    rows = [{"prompt": "a b", "ground_truth": "c"}] * 200 + [{"prompt": "a b " * 150, "ground_truth": "c"}]
+    assert cli.main(["train", "--print", lines(tmp_path / "a.jsonl", *rows), str(model)]) == 0
+    printed = capsys.readouterr()
+    assert "data.max_response_length=32 " in printed.out and "data.max_prompt_length=32 " in printed.out
+    assert "16 of 16 sampled answers end before token 256, 95 % of these before token 2\n" in printed.err
 
 
 @pytest.mark.parametrize(

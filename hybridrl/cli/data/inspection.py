@@ -253,25 +253,37 @@ def token_lengths(
     limit: int = sys.maxsize,
     images: data.ImageColumn | None = None,
 ) -> list[int]:
-    """Return the tokens of each row's prompt or conversation with its images, of the first `limit` rows.
+    """Return the number of tokens of each row's prompt or conversation with its images, see `row_tokens`."""
+    lengths = [*map(len, row_tokens(rows, key, tokenizer, is_prompt=is_prompt, limit=limit, images=images))]
+    if images is not None:
+        lengths = [length + images.more_tokens(row) for row, length in enumerate(lengths)]
+    return lengths
+
+
+def row_tokens(
+    rows: ParquetRows,
+    key: str,
+    tokenizer: Any,
+    *,
+    is_prompt: bool,
+    limit: int = sys.maxsize,
+    images: data.ImageColumn | None = None,
+) -> Iterator[list[int]]:
+    """Yield the tokens of each row's prompt or conversation, of the first `limit` rows; an image is one text.
 
     Raises:
         DataError: A row is no prompt, or the chat template rejects it.
     """
-    lengths: list[int] = []
     for start, values in rows.values(key, batch=1000, limit=min(limit, len(rows))):
         locate = lambda i, start=start: rows.location(start + i)  # noqa: E731
         messages = [as_messages(value, locate(i)) for i, value in enumerate(values)]
         if images is not None:
             messages = [images.messages(start + i, message) for i, message in enumerate(messages)]
         if not getattr(tokenizer, "chat_template", None) and all(isinstance(value, str) for value in values):
-            lengths += map(len, tokenizer(values)["input_ids"])
+            yield from tokenizer(values)["input_ids"]
             continue
         rendered = render(tokenizer, messages, locate, add_generation_prompt=is_prompt)
-        lengths += map(len, rendered["input_ids"])
-    if images is not None:
-        lengths = [length + images.more_tokens(row) for row, length in enumerate(lengths)]
-    return lengths
+        yield from rendered["input_ids"]
 
 
 def _notes(
