@@ -280,7 +280,7 @@ class Trainer:
                 change=functools.partial(apply_middleware, trainer=self),
                 device_slots=self.device_slots(),
                 queued=self.config.trainer.colocate == "process",
-                wrappers=[self.ledger, *self.step_wrappers()],
+                wrappers=[self.ledger, self.step_retry, *self.step_wrappers()],
                 columns=self.columns,
             )
             self.end()

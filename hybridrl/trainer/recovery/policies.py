@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.driver.run_context import DriverLifecycle
+from hybridrl.errors import HybridRLError
+from hybridrl.framework.stage import StageFn
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from hybridrl.trainer.run.setup import run_directory
 
@@ -42,17 +44,23 @@ class RetryPolicy:
     """Runs a step once: a lost worker ends the run.
 
     Attributes:
-        snapshot: The newest one, None if none is taken.
+        snapshot: The newest complete one, None if there is none.
+        pending: A newer one, which ranks still store.
     """
 
     snapshot: StepSnapshot | None = None
+    pending: StepSnapshot | None = None
+
+    def __call__(self, fn: StageFn) -> StageFn:
+        """Return `fn` as a stage that changes no engine before its snapshot is complete."""
+        return fn
 
     def run_with_retry(self, work: Callable[[], None]) -> None:
         """Run `work`, from the trainer's current step on."""
         work()
 
     def take_snapshot(self, *, force: bool = False) -> None:
-        """Store a snapshot of this step if one is due. force: it is."""
+        """Begin a snapshot of this step if one is due. force: one is due, and it is complete on return."""
 
     def resume(self, snapshot: StepSnapshot) -> None:
         """Bring all roles to the step of a previous driver's snapshot."""
@@ -129,15 +137,28 @@ class ResumeState:
         snapshot, self.snapshot = self.snapshot, None
         return snapshot
 
-    def call_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
-        """Call a method on all ranks of the groups, and wait until every rank has stored its result.
+    def submit_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
+        """Call a method on all ranks of the groups, and return references to the results.
 
-        The results are in the object store, and outlive the driver if it is restarted.
+        Every rank stores its result in the object store. The results outlive the driver if it is restarted.
         """
-        return wait_for_parts({role: getattr(group, method).submit() for role, group in groups.items()})
+        return {role: getattr(group, method).submit() for role, group in groups.items()}
+
+    def call_surviving(
+        self, groups: Mapping[str, Any], method: str, *, started: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return such references when every rank has stored its result.
+
+        Args:
+            started: What `submit_surviving` returned. None: call the method now.
+        """
+        return wait_for_parts(self.submit_surviving(groups, method) if started is None else started)
 
     def store(self, snapshot: StepSnapshot) -> None:
-        """Store this snapshot for the next driver, if there will be one."""
+        """Keep this snapshot for the next driver, if there will be one. Its ranks may still store their parts."""
+
+    def drop_older(self) -> None:
+        """Drop the snapshot before the newest one for the next driver: the newest is complete."""
 
     def drop(self) -> None:
         """Drop all stored snapshots."""
@@ -148,6 +169,18 @@ def wait_for_parts(results: dict[str, Any]) -> dict[str, Any]:
     for parts in results.values():
         parts.fetch(parts.sizes or [])
     return results
+
+
+def are_stored(results: Mapping[str, Any], *, timeout_s: float) -> bool:
+    """Return whether all results are in the object store, or are within this time."""
+    import ray
+
+    try:
+        for parts in results.values():
+            replace(parts.fetch, timeout_s=timeout_s)(parts.sizes or [])
+    except (HybridRLError, ray.exceptions.RayError):
+        return False
+    return True
 
 
 def is_supervisable(config: TrainerConfig) -> bool:

@@ -11,7 +11,7 @@ The driver uses this module; `SnapshotStore` runs in a process of its own.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,15 +30,19 @@ logger = logging.getLogger(__name__)
 STORE_TIMEOUT_S = 60.0  # for one call of the actor, which takes milliseconds; its first call waits for its start
 STORE_ATTEMPTS = 3  # to take one snapshot
 STORE_KILL_TIMEOUT_S = 20.0
+PARTS_TIMEOUT_S = 20.0  # for ranks that still store their parts when the next driver asks
 Stored = tuple[bytes, Mapping[str, Sequence[Any]]]  # the driver's own state, and role -> references
 
 
 class SnapshotStore:
-    """The actor. Holds references to one stored snapshot, and to results since then; the bytes are on other nodes."""
+    """The actor. Holds references to two snapshots, and to results since then; the bytes are on other nodes.
+
+    The newest snapshot counts once all ranks have stored their parts of it. Until then the one before counts.
+    """
 
     def __init__(self) -> None:
         self._unstored: list[Any] = []
-        self._snapshot: Stored | None = None
+        self._snapshots: list[tuple[Stored, Sequence[Any]]] = []  # each with references to the sizes of its parts
 
     def process(self) -> dict[str, Any]:
         """Return this process's id and its machine's."""
@@ -55,17 +59,34 @@ class SnapshotStore:
         self._unstored += values
         return values, sizes
 
-    def store(self, description: bytes, parts: Mapping[str, Sequence[Any]]) -> None:
-        """Replace the stored snapshot.
+    def store(self, description: bytes, parts: Mapping[str, Sequence[Any]], sizes: Sequence[Any]) -> None:
+        """Keep a snapshot and the one before it.
 
         Args:
             description: The driver's own state.
             parts: Role -> references that `call` returned.
+            sizes: References to the sizes of all parts; one is ready when its part is stored.
         """
-        self._snapshot, self._unstored = (description, parts), []
+        self._snapshots, self._unstored = [*self._snapshots[-1:], ((description, parts), sizes)], []
+
+    def drop_older(self) -> None:
+        """Drop the snapshot before the newest one, which is complete."""
+        del self._snapshots[:-1]
 
     def load(self) -> Stored | None:
-        return self._snapshot
+        """Return the newest complete snapshot."""
+        return next((stored for stored, sizes in reversed(self._snapshots) if _is_complete(sizes)), None)
+
+
+def _is_complete(sizes: Sequence[Any]) -> bool:
+    """Return whether all parts of a snapshot are stored, or are within `PARTS_TIMEOUT_S`."""
+    import ray
+
+    try:
+        get_value(list(sizes), what="the stored parts", timeout_s=PARTS_TIMEOUT_S)
+    except (ray.exceptions.RayError, CallTimeout):
+        return False
+    return True
 
 
 def start_snapshot_store(run: str) -> Any:
@@ -89,24 +110,40 @@ class SurvivingState(ResumeState):
         self._store = store
         self._watch: FreezeWatch | None = None
 
-    def call_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
-        """Call a method on all ranks of the groups, and wait for all; the results outlive the driver.
+    def submit_surviving(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
+        """Have the store call a method on all ranks of the groups.
 
         Raises:
             ObjectLost: The snapshot store was lost `STORE_ATTEMPTS` times in a row.
         """
+        return self._through_store(lambda: self._submit(groups, method))
+
+    def call_surviving(
+        self, groups: Mapping[str, Any], method: str, *, started: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the references when every rank has stored its result. Calls again if the store was lost meanwhile.
+
+        Raises:
+            ObjectLost: The snapshot store was lost `STORE_ATTEMPTS` times in a row.
+        """
+        parts = [] if started is None else [started]
+        return self._through_store(lambda: wait_for_parts(parts.pop() if parts else self._submit(groups, method)))
+
+    def _submit(self, groups: Mapping[str, Any], method: str) -> dict[str, Any]:
+        return {
+            role: group.call_through_actor(self._store, method, timeout_s=STORE_TIMEOUT_S)
+            for role, group in groups.items()
+        }
+
+    def _through_store(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `call` returns, with another store after each loss of one."""
         import ray
 
         why = ""
         for _ in range(STORE_ATTEMPTS):
             self._start_store()
             try:
-                return wait_for_parts(
-                    {
-                        role: group.call_through_actor(self._store, method, timeout_s=STORE_TIMEOUT_S)
-                        for role, group in groups.items()
-                    }
-                )
+                return call()
             except (ray.exceptions.RayActorError, ObjectLost, CallTimeout) as error:
                 if isinstance(error, CallTimeout) and error.role:  # a worker's, not the store's
                     raise
@@ -140,16 +177,21 @@ class SurvivingState(ResumeState):
             self._watch = None
 
     def store(self, snapshot: StepSnapshot) -> None:
-        """Store this snapshot for the next driver."""
+        """Keep this snapshot for the next driver. Its ranks may still store their parts."""
         import ray
 
         description = cloudpickle.dumps(replace(snapshot, engine_refs={}))
         parts = {role: list(references) for role, references in snapshot.engine_refs.items()}
-        stored = self._store.store.remote(description, parts)
+        sizes = [size for references in snapshot.engine_refs.values() for size in references.sizes or ()]
+        stored = self._store.store.remote(description, parts, sizes)
         try:
             get_value(stored, what="the snapshot store's answer", timeout_s=STORE_TIMEOUT_S)
         except (ray.exceptions.RayActorError, CallTimeout) as error:
             self._replace_store(f"{type(error).__name__}; the next step starts a new one")
+
+    def drop_older(self) -> None:
+        if self._store is not None:
+            self._store.drop_older.remote()
 
     def drop(self) -> None:
         """End the snapshot store, and with it all snapshots."""

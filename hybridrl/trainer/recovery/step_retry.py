@@ -2,7 +2,11 @@
 
 After each step (every `trainer.snapshot_freq` steps) all trained ranks store a snapshot of their state in Ray's object
 store: parameters, optimizer, schedule, random generators. The driver stores its own (`StepSnapshot`). The object store
-is a process of its own, so a snapshot survives the rank that made it. When a call raises `WorkerLost`, `StepRetry`
+is a process of its own, so a snapshot survives the rank that made it.
+
+The next step does not wait for it. It begins while ranks store, and a stage that changes an engine waits until they
+have (`StepRetry` wraps the stages). A snapshot counts from then on; after a loss before, the one before it counts.
+When a call raises `WorkerLost`, `StepRetry`
 
   1. kills and restarts all processes of the lost role,
   2. loads the snapshot into every trained role, also the healthy ones (they may have applied the update already),
@@ -18,6 +22,7 @@ Called by `Trainer`; runs in the driver. Every recovery is an event of the maste
 run without a master, a line of `failures.jsonl` in the run directory, with the same fields.
 """
 
+import functools
 import json
 import logging
 import os
@@ -29,13 +34,15 @@ from typing import Any, Protocol
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Refill
+from hybridrl.framework.stage import StageFn, declared_spec
 from hybridrl.master.state.events import TRAINER, RecoveryCompleted
 from hybridrl.single_controller.monitoring.process import PartTimes, ask_master, report_decision, report_event
-from hybridrl.trainer.recovery.policies import ResumeState, RetryPolicy, StepSnapshot
+from hybridrl.trainer.recovery.policies import ResumeState, RetryPolicy, StepSnapshot, are_stored
 from hybridrl.trainer.run.state import StatefulObjects, load_from_memory, states_in_memory
 
 logger = logging.getLogger(__name__)
 FILE = "failures.jsonl"
+SETTLE_TIMEOUT_S = 10.0  # for healthy ranks that still store their part of a snapshot when another one is lost
 BLOCKING_TIMEOUT_S = 5.0  # for the master, which collects stacks for 2 s
 
 
@@ -91,6 +98,23 @@ class StepRetry(RetryPolicy):
         self._newest = -1  # completed step
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
 
+    def __call__(self, fn: StageFn) -> StageFn:
+        """Return `fn` as a stage before which the snapshot is complete, if it may change an engine's state.
+
+        An undeclared stage may. A declared one does if it is not pure and belongs to a trained role.
+        """
+        spec = declared_spec(fn)
+        trained = {group.role for group in self._trainer.trained_groups().values()}
+        if spec is not None and (spec.pure or spec.role not in trained):
+            return fn
+
+        @functools.wraps(fn)
+        def after_snapshot(ctx: Any) -> Any:
+            self._complete()
+            return fn(ctx)
+
+        return after_snapshot
+
     def run_with_retry(self, work: Callable[[], None]) -> None:
         """Run `work` from the trainer's current step on; after a loss restore the snapshot and run it again.
 
@@ -105,27 +129,60 @@ class StepRetry(RetryPolicy):
             try:
                 return work()
             except (WorkerLost, CallTimeout) as error:
+                self._settle()
                 if self.snapshot is None:
                     raise
                 self._recover(self._as_lost(error), self.snapshot)
 
     def take_snapshot(self, *, force: bool = False) -> None:
-        """Store a snapshot of this step if one is due; returns when every rank has stored its part.
+        """Begin a snapshot of this step if one is due.
 
         Args:
-            force: Take one at any step.
+            force: Take one at any step, and return when every rank has stored its part.
         """
         trainer = self._trainer
         if trainer.global_steps % self._snapshot_freq and not force:
             return
+        self._complete()
         start = time.perf_counter()
-        engine_refs = self._resume_state.call_surviving(trainer.trained_groups(), "take_snapshot")
+        engine_refs = self._resume_state.submit_surviving(trainer.trained_groups(), "take_snapshot")
         state = states_in_memory(trainer.stateful)
-        self.snapshot = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
-        self._resume_state.store(self.snapshot)
-        trainer.context.lifecycle.report_step(trainer.global_steps)
-        self._budgets.refill(Refill.COMPLETED_STEP)
+        self.pending = StepSnapshot(trainer.global_steps, engine_refs, state, trainer.weight_channel)
+        self._resume_state.store(self.pending)
         self._snapshot_s = time.perf_counter() - start
+        if force:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Wait until every rank has stored its part of the pending snapshot, and count it from now on.
+
+        Raises:
+            WorkerLost, CallTimeout: A rank did not; the snapshot before it counts.
+        """
+        if (pending := self.pending) is None:
+            return
+        start, groups = time.perf_counter(), self._trainer.trained_groups()
+        stored = self._resume_state.call_surviving(groups, "take_snapshot", started=dict(pending.engine_refs))
+        if any(stored[role] is not parts for role, parts in pending.engine_refs.items()):  # by another store
+            pending = replace(pending, engine_refs=stored)
+            self._resume_state.store(pending)
+        self._count(pending)
+        self._snapshot_s += time.perf_counter() - start
+
+    def _count(self, snapshot: StepSnapshot) -> None:
+        self.snapshot, self.pending = snapshot, None
+        self._resume_state.drop_older()
+        self._trainer.context.lifecycle.report_step(snapshot.step)
+        self._budgets.refill(Refill.COMPLETED_STEP)
+
+    def _settle(self) -> None:
+        """After a loss: count the pending snapshot if it is complete, or else drop it."""
+        if (pending := self.pending) is None:
+            return
+        if are_stored(pending.engine_refs, timeout_s=SETTLE_TIMEOUT_S):
+            return self._count(pending)
+        self.pending = None
+        logger.warning("the snapshot of step %d is not complete; the one before it counts", pending.step)
 
     def resume(self, snapshot: StepSnapshot) -> None:
         """Bring all roles to the step of a previous driver's snapshot."""
@@ -143,7 +200,7 @@ class StepRetry(RetryPolicy):
         return is_first
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of the last snapshot and, after a loss, number and seconds of all recoveries."""
+        """Return the seconds that steps waited for the last snapshot, and what recoveries took."""
         found = {"timing_s/snapshot": self._snapshot_s} if self.snapshot is not None else {}
         if self._recoveries:
             found |= {"failover/recoveries": float(self._recoveries), "failover/seconds": self._seconds}

@@ -98,7 +98,8 @@ class StepRecorder:
         if step == self._step:
             return
         self.reset()
-        self._step, newest = step, self._trainer.step_retry.snapshot
+        retry = self._trainer.step_retry
+        self._step, newest = step, retry.pending or retry.snapshot
         if newest is not None and newest.step == step - 1:
             self._before = newest
         elif self._is_local or [*self._planned(step)]:

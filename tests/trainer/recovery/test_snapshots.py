@@ -2,13 +2,15 @@
 
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 
-from hybridrl.errors import ObjectLost
+from hybridrl.errors import ObjectLost, WorkerLost
 from hybridrl.single_controller.cluster import find_actor, snapshot_store_name
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
@@ -16,18 +18,25 @@ from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, Ra
 from hybridrl.single_controller.worker import Worker
 from hybridrl.system.process_stat import read_process_stat
 from hybridrl.trainer.recovery import snapshots
-from hybridrl.trainer.recovery.policies import StepSnapshot
+from hybridrl.trainer.recovery.policies import StepSnapshot, are_stored
 from hybridrl.trainer.recovery.snapshots import STORE_TIMEOUT_S, SurvivingState, load_snapshot
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
 RUN = "snapshots-test"
 STORE = snapshot_store_name(RUN)
+FILE = f"{tempfile.gettempdir()}/snapshots-test-{os.getuid()}"
 
 
 class Keeper(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def take(self) -> np.ndarray:
         return np.full(200_000, self.rank, dtype=np.uint8)  # too large to travel with the answer
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_with_file(self) -> np.ndarray:
+        while not os.path.exists(FILE):
+            time.sleep(0.01)
+        return self.take()
 
     @register(Dispatch.ALL_TO_ALL)
     def add_up(self, parts: np.ndarray) -> int:
@@ -78,6 +87,30 @@ def test_a_lost_store_is_replaced_within_the_snapshot_of_all_groups(state, group
         assert group.add_up(parts) == [0, 200_000]
     stored = load_snapshot(find_actor(STORE))
     assert (stored.step, stored.states) == (2, {"driver": 2}) and stored.engine_refs.keys() == groups.keys()
+
+
+def test_a_snapshot_counts_when_all_ranks_have_stored_it(state):
+    def begin(group, step):
+        refs = state.submit_surviving({"keeper": group}, "take_with_file")
+        state.store(StepSnapshot(step, refs, {}))
+        return refs
+
+    file = Path(FILE)
+    file.touch()
+    try:
+        with RayResourcePool([1]) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Keeper), role="lost") as group:
+            assert are_stored(begin(group, 1), timeout_s=STORE_TIMEOUT_S)
+            assert are_stored(begin(group, 2), timeout_s=STORE_TIMEOUT_S)
+            assert load_snapshot(find_actor(STORE)).step == 2
+            file.unlink()
+            refs = begin(group, 3)
+            assert not are_stored(refs, timeout_s=0.1)
+            os.kill(group.process_ids[0], signal.SIGKILL)
+            with pytest.raises(WorkerLost):
+                state.call_surviving({"keeper": group}, "take_with_file", started=refs)
+            assert load_snapshot(find_actor(STORE)).step == 2
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):
