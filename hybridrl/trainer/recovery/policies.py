@@ -35,7 +35,7 @@ class StepSnapshot:
     """
 
     step: int
-    engine_refs: Mapping[str, list]
+    engine_refs: Mapping[str, Any]
     states: Mapping[str, Any]
     channel: Any = None
 

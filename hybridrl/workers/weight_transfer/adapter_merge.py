@@ -87,7 +87,8 @@ class AdapterMerger:
         return sum(self._hashes.values()) % (1 << 64) if self._base_weights else stream.fingerprint
 
     def _merge_one(self, base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(base.float(), lora_b.float(), lora_a.float()).to(self._dtype)
+        merged = base.to(torch.float32, copy=True)
+        return merged.addmm_(lora_b.float(), lora_a.float()).to(self._dtype)
 
     def _hashed(self, name: str, tensor: torch.Tensor) -> NamedTensor:
         self._hashes[name] = tensor_hash(tensor, pushed_dtype(name, self._dtype))

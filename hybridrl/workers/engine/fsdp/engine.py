@@ -8,6 +8,7 @@ process group of its own.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -156,14 +157,17 @@ class FSDPEngine(ShardedEngine):
         self._reshard()
         return as_numbers(stats) if self.mesh_position.is_output_rank else []
 
+    @cached_property
+    def _saved_names(self) -> frozenset[str]:
+        return frozenset(self.model.state_dict())
+
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         self._load_to_device(params=True)
         if self.config.lora is not None:
             yield from engine.WEIGHTS[lora](self.model, _full_tensor)
             return
-        saved = self.model.state_dict().keys()
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if name in saved:
+            if name in self._saved_names:
                 yield name, _full_tensor(tensor.detach())
 
     def state_tensors(self) -> StateTensors:
@@ -301,7 +305,9 @@ def _adamw(config: EngineSetup, model: nn.Module) -> torch.optim.AdamW | None:
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()  # a gather would copy
 
 
 def _in_row_order(parts: list[torch.Tensor], order: list[int], *, empty_shape: tuple[int, ...]) -> torch.Tensor:
