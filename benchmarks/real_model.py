@@ -1,15 +1,17 @@
 """Stages of a training step on a model of your own, beside bare loops of the same work: seconds, ratios, peak memory.
 
     python benchmarks/real_model.py MODEL [--prompts 8] [--n 8] [--tokens 48] [--rounds 3] [--dtypes float32 bfloat16]
+    python benchmarks/real_model.py MODEL --trl ENV      also whole steps of GRPO, ours and TRL's
 
-MODEL is a Hugging Face directory. The contenders run in turn, each in a process of its own, on the same random prompts,
-and compute the same number of tokens:
+MODEL is a Hugging Face directory, or a GGUF file. The contenders run in turn, each in a process of its own, on the same
+random prompts, and compute the same number of tokens:
 
     stage      ours                                        bare
     gen        the `hf` rollout                            transformers' generate
     update     the FSDP engine, shared prefixes            padded rows, whole logits, autocast, AdamW
     push       engine to rollout, both ends verified       a copy and one fingerprint
     snapshot   what Ray stores of the engine, and a copy   a copy
+    step       a whole step, with `--trl`                  TRL's, in an environment that has it or gets it
 
 Seconds of the CPU hold on a busy machine, seconds of the wall say what a user waits on an idle one.
 """
@@ -21,6 +23,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +33,12 @@ import hybridrl  # noqa: F401 - before torch: how its idle threads wait, for bot
 
 import torch  # isort: skip
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from versus_trl import SKIPPED_STEPS, trl_python
+from versus_trl import run as run_steps
+
+from hybridrl.config import model_folder
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.protocol import DataProto
@@ -45,6 +54,7 @@ STAGES = ("gen", "update", "push", "snapshot")
 CONTENDERS = ("ours", "bare")
 PROMPT_TOKENS = 48
 PAD = 0
+QUESTION = "Tom has {} apples and buys {} more. How many apples has he now? Think in one short sentence, then answer."
 ADAM = {"lr": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.01}
 
 
@@ -193,15 +203,62 @@ def compare(job: dict[str, Any]) -> None:
     print(f"{head} {'peak GB':>9} {peaks[0]:8.2f} {peaks[1]:8.2f} {peaks[0] / peaks[1]:6.2f}", flush=True)
 
 
+def write_questions(path: Path, num: int) -> Path:
+    """Write chat prompts with a ground truth, all of about the same length."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": QUESTION.format(10 + number % 7, 11 + number % 11)}],
+            "reward_model": {"style": "rule", "ground_truth": str(21 + number % 7 + number % 11)},
+            "extra_info": {"index": number},
+        }
+        for number in range(num)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def compare_steps(job: dict[str, Any], env: Path) -> None:
+    """Print a row for whole steps of GRPO, ours and TRL's, and the tokens that they generated."""
+    found: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        steps = job["rounds"] + SKIPPED_STEPS
+        settings = {
+            **{name: job[name] for name in ("model", "prompts", "n", "dtype", "threads")},
+            "data": str(write_questions(Path(folder) / "prompts.parquet", job["prompts"] * steps)),
+            "prompt_tokens": 2 * PROMPT_TOKENS,
+            "response_tokens": job["tokens"],
+            "steps": steps,
+            "seed": 1,
+            "lr": ADAM["lr"],
+            "trl_micro_batch": job["prompts"] * job["n"],
+        }
+        for who, python in (("shared", Path(sys.executable)), ("trl", trl_python(env))):
+            found[who] = run_steps(python, who, settings, Path(folder))[SKIPPED_STEPS:]
+    ours, theirs = (
+        {name: statistics.median(step[name] for step in steps) for name in ("cpu_s", "wall_s", "tokens")}
+        for steps in found.values()
+    )
+    print(
+        f"{job['dtype']:>9} {job['threads']:7d} {'step, TRL':>9} {ours['cpu_s']:8.3f} {theirs['cpu_s']:8.3f} "
+        f"{ours['cpu_s'] / theirs['cpu_s']:6.2f} {ours['wall_s']:8.3f} {theirs['wall_s']:8.3f} "
+        f"{ours['wall_s'] / theirs['wall_s']:6.2f}  tokens {ours['tokens']:.0f} and {theirs['tokens']:.0f}, "
+        f"load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", type=lambda path: model_folder(path, key="MODEL"))
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--n", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--tokens", type=int, default=48, help="of each response")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--trl", type=Path, metavar="ENV", help="virtual environment of TRL; made if it is missing")
+    parser.add_argument("--only-steps", action="store_true", help="no stages")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -213,7 +270,11 @@ def main() -> None:
     print(f"{'dtype':>9} {'threads':>7} {'stage':>9} {'CPU s':>8} {'bare':>8} ratio  {'wall s':>8} {'bare':>8} ratio")
     for dtype in arguments.dtypes:
         for threads in arguments.threads:
-            compare({**sizes, "dtype": dtype, "threads": threads})
+            job = {**sizes, "dtype": dtype, "threads": threads}
+            if not arguments.only_steps:
+                compare(job)
+            if arguments.trl is not None:
+                compare_steps(job, arguments.trl)
 
 
 if __name__ == "__main__":
