@@ -168,7 +168,7 @@ class FSDPEngine(ShardedEngine):
             return
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if name in self._saved_names:
-                yield name, _full_tensor(tensor.detach())
+                yield name, _full_tensor(tensor)
 
     def state_tensors(self) -> StateTensors:
         self._reshard()
@@ -176,7 +176,8 @@ class FSDPEngine(ShardedEngine):
 
     def _reduced_norm(self) -> float:
         """Return the norm before the gradients, which the backward passes have reduced, are clipped here."""
-        return float(_full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _save_state(self, directory: str) -> None:
         save_state(directory, model=self.model, optimizer=self._optimizer, step=self.num_updates)
@@ -304,10 +305,11 @@ def _adamw(config: EngineSetup, model: nn.Module) -> torch.optim.AdamW | None:
     return torch.optim.AdamW(trained, lr=config.optim.lr, **adam_options(config.optim), fused=True)
 
 
+@torch.no_grad()
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()  # a gather would copy
+    if isinstance(tensor, DTensor):  # of one rank: a gather would copy it
+        tensor = tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()
+    return tensor.detach()
 
 
 def _in_row_order(parts: list[torch.Tensor], order: list[int], *, empty_shape: tuple[int, ...]) -> torch.Tensor:
