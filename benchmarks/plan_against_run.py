@@ -5,7 +5,8 @@
 The job runs in a process of its own with `trainer.backend=local`. Its allocator gives freed memory back at once,
 because a plan counts what is held. Peaks are those of its resident memory (VmHWM, reset before each stage), Python and
 the libraries included. The first step is left out: optimizer and caches come into being in it. Seconds are medians of
-the others, and the plan counts with their mean response length. ETA is what the line of each step said, beside the
+the others, and the plan counts with their mean response length. Its memory is for responses of the full length: give
+actor_rollout_ref.rollout.ignore_eos=true. ETA is what the line of each step said, beside the
 seconds that were then left until the last step's line.
 """
 

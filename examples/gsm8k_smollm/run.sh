@@ -18,6 +18,7 @@ PYTHON=${PYTHON:-python3}
 export PYTHON
 
 MODEL=${MODEL:-$(bash examples/smollm/get_model.sh)}
+DTYPE=${DTYPE:-$($PYTHON -c 'from hybridrl.planning.machine import this_machine as here; print("bfloat16" if here().gpus or here().bfloat16 else "float32")')}
 [ -f "$OUT/data/test.parquet" ] || $PYTHON -m data_preprocess.gsm8k --data_source "$RAW" --local_dir "$OUT/data"
 [ -f "$OUT/data/sft_train.parquet" ] || $PYTHON -m examples.gsm8k_smollm.make_sft_data --data "$OUT/data"
 
@@ -29,7 +30,7 @@ measure() { # name, model
     data.max_prompt_length=320 \
     data.max_response_length=200 \
     data.filter_overlong_prompts=true \
-    actor_rollout_ref.rollout.dtype=bfloat16 \
+    actor_rollout_ref.rollout.dtype="$DTYPE" \
     actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \
     trainer.num_threads="$(nproc)" | tee "$OUT/eval_$1.txt"
 }
@@ -50,7 +51,7 @@ $PYTHON -m hybridrl.main_sft \
   optim.lr=3e-4 \
   optim.lr_scheduler_type=cosine \
   optim.lr_warmup_steps_ratio=0.03 \
-  fsdp_config.dtype=bfloat16 \
+  fsdp_config.dtype="$DTYPE" \
   trainer.total_epochs=8 \
   trainer.total_training_steps="$SFT_STEPS" \
   trainer.save_freq="$SFT_STEPS" \
@@ -75,9 +76,9 @@ $PYTHON -m hybridrl.main_ppo \
   actor_rollout_ref.actor.ppo_mini_batch_size=16 \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
   actor_rollout_ref.actor.use_prefix_grouper=true \
-  actor_rollout_ref.actor.fsdp_config.dtype=bfloat16 \
+  actor_rollout_ref.actor.fsdp_config.dtype="$DTYPE" \
   actor_rollout_ref.rollout.name=hf \
-  actor_rollout_ref.rollout.dtype=bfloat16 \
+  actor_rollout_ref.rollout.dtype="$DTYPE" \
   actor_rollout_ref.rollout.n=8 \
   trainer.total_epochs=8 \
   trainer.total_training_steps="$STEPS" \

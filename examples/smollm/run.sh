@@ -12,6 +12,7 @@ PYTHON=${PYTHON:-python3}
 export PYTHON
 
 MODEL=${MODEL:-$(bash examples/smollm/get_model.sh)}
+DTYPE=${DTYPE:-$($PYTHON -c 'from hybridrl.planning.machine import this_machine as here; print("bfloat16" if here().gpus or here().bfloat16 else "float32")')}
 mkdir -p "$OUT"
 [ -f "$OUT/data/train.parquet" ] || $PYTHON -m examples.smollm.make_data --local_dir "$OUT/data" --seed "$SEED"
 
@@ -30,9 +31,9 @@ $PYTHON -m hybridrl.main_ppo \
   actor_rollout_ref.actor.ppo_mini_batch_size=8 \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
   actor_rollout_ref.actor.use_prefix_grouper=true \
-  actor_rollout_ref.actor.fsdp_config.dtype=bfloat16 \
+  actor_rollout_ref.actor.fsdp_config.dtype="$DTYPE" \
   actor_rollout_ref.rollout.name=hf \
-  actor_rollout_ref.rollout.dtype=bfloat16 \
+  actor_rollout_ref.rollout.dtype="$DTYPE" \
   actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.rollout.temperature=0.6 \
   actor_rollout_ref.rollout.val_kwargs.do_sample=true \

@@ -70,7 +70,7 @@ def plan(arguments: argparse.Namespace) -> int:
     show(tower_line(config))
     if not problem and (costs := named.costs(config)) is not None:
         show(expected_step(config, costs, on=str(named)))
-    if named.bfloat16 and (advice := faster_dtype(config, named.bfloat16)):
+    if named.device == "cpu" and named.is_here and (advice := faster_dtype(config, named.bfloat16)):
         show(advice)
     return 1 if problem else 0
 
@@ -157,14 +157,29 @@ def bfloat16_speed_up(speed: Callable[[str, str], float] = product_speed) -> flo
 
 
 def faster_dtype(config: PPOConfig, instructions: str, *, speed: Callable[[str, str], float] = product_speed) -> str:
-    """Return the settings of bfloat16 with the measured speed-up, "" if the job has it or it is no faster."""
-    if training_dtype(config, "cpu") != "float32":
+    """Return the settings of the dtype that is faster on this machine's CPU, with its measured speed-up.
+
+    "" if the job has it or the gain is small.
+
+    Args:
+        config: The job.
+        instructions: The CPU's instructions for products in bfloat16, "" without them.
+        speed: Measures products.
+    """
+    dtype = training_dtype(config, "cpu")
+    if dtype not in ("float32", "bfloat16") or (dtype == "float32" and not instructions):
         return ""
     speed_up = bfloat16_speed_up(speed)
-    if speed_up < MIN_SPEED_UP:
-        return ""
-    words = " ".join(f"{name}={value}" for name, value in BFLOAT16.items())
-    return f"\n{instructions}: products in bfloat16 are {speed_up:.1f} times as fast here: {words}\n"
+    if dtype == "float32" and speed_up >= MIN_SPEED_UP:
+        return f"\n{instructions}: products in bfloat16 are {speed_up:.1f} times as fast here: {_words(BFLOAT16)}\n"
+    if dtype == "bfloat16" and speed_up <= 1 / MIN_SPEED_UP:
+        slower = dict.fromkeys(BFLOAT16, "float32")
+        return f"\nproducts in float32 are {1 / speed_up:.1f} times as fast as in bfloat16 here: {_words(slower)}\n"
+    return ""
+
+
+def _words(settings: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def expected_step(config: PPOConfig, device: Device, *, on: str) -> str:

@@ -257,6 +257,14 @@ def test_a_cpu_with_products_in_bfloat16_is_said_with_the_speed_up():
     assert faster_dtype(config, "avx512_bf16", speed=speed) == ""
 
 
+def test_float32_is_proposed_where_bfloat16_is_slower():
+    config = job(actor_rollout_ref__actor__fsdp_config__dtype="bfloat16")
+    speeds = {"bfloat16": 5e9, "float32": 150e9}
+    advice = faster_dtype(config, "", speed=lambda device, dtype: speeds[dtype])
+    assert "products in float32 are 30.0 times as fast as in bfloat16 here: " in advice
+    assert "actor_rollout_ref.rollout.dtype=float32" in advice
+
+
 def test_the_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr("hybridrl.system.machine.CGROUP_MEMORY", (str(limit), str(tmp_path / "missing")))
