@@ -43,6 +43,7 @@ class RolloutCapabilities:
     tensor_parallel: several worker processes share one engine. With `requests` each of them gets the same ones between
         the same two steps, and must schedule them alike.
     routes: it returns the experts of every token of a mixture of experts (`GeneratedTokens.routes`).
+    float32_weights: it holds all tensors of `FLOAT32` (`workers/weight_transfer/fingerprint.py`) in float32.
     images: families (`model_type`) of which `generate_with_images` takes prompts with images.
     quantization: values of the setting `quantization` whose weights it computes with.
     sampling: the names of `SAMPLING` that it honours.
@@ -56,6 +57,7 @@ class RolloutCapabilities:
     adapters: bool = False
     tensor_parallel: bool = False
     routes: bool = False
+    float32_weights: bool = False
     images: frozenset[str] = frozenset()
     quantization: frozenset[str] = frozenset()
     sampling: frozenset[str] = frozenset()

@@ -20,7 +20,7 @@ from hybridrl.system.machine import shared_memory_id
 from hybridrl.workers import weight_transfer
 from hybridrl.workers.engine.base import Engine
 from hybridrl.workers.engine_worker import TrainingWorker
-from hybridrl.workers.rollout.base import Rollout, RolloutHealth, weights_dtype
+from hybridrl.workers.rollout.base import Rollout, RolloutHealth, sent_dtypes
 from hybridrl.workers.rollout.probe import sample_probe
 from hybridrl.workers.rollout.requests import Probe
 
@@ -142,9 +142,9 @@ class WeightPushMixin(TrainingWorker):
 
     def _send(self, sender: "Sender | None", version: int, *, adapters: bool = False) -> "PushReceipt | None":
         with self._trained():
-            weights = weight_transfer.OutgoingWeights(
-                self._weights_to_push(adapters), weights_dtype(self.config.actor_rollout_ref.rollout, self.device)
-            )
+            policy = self.config.actor_rollout_ref
+            dtypes = sent_dtypes(policy.rollout, policy.model, self.device)
+            weights = weight_transfer.OutgoingWeights(self._weights_to_push(adapters), dtypes)
             try:
                 return None if sender is None else sender.send(version, weights)
             finally:

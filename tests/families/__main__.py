@@ -50,8 +50,9 @@ inputs of the convolution. They start from both, so that they and their gradient
 KEPT = """
 ## Tensors in float32
 
-A rollout in bfloat16 holds these in float32, as they are pushed and hashed. An FSDP engine that computes in bfloat16
-rounds parameters for its own passes, `A_log` too; buffers keep their bits.
+A rollout in bfloat16 holds these in float32, and they are pushed to it and hashed in float32. vLLM stores the others in
+its own dtype, so they are pushed in that. An FSDP engine that computes in bfloat16 rounds parameters for its own
+passes, `A_log` too; buffers keep their bits.
 """
 NOTES = """
 ## What the runs logged
@@ -61,7 +62,8 @@ NOTES = """
 def page() -> str:
     rows = {family: measure_family(family) for family in FAMILIES}
     table = [_line(family, row) for family, row in rows.items()]
-    return "\n".join([BEGINNING, *table, COLUMNS, *_kinds(), KINDS.rstrip(), KEPT, *_kept(), *_notes(rows)]) + "\n"
+    parts = [BEGINNING, *table, COLUMNS, *_kinds(), KINDS.rstrip(), KEPT, *_kept(), *_notes(rows)]
+    return "\n".join(parts) + "\n"
 
 
 def _line(family: str, row: Row) -> str:
@@ -83,7 +85,11 @@ def _kinds() -> list[str]:
 
 
 def _kept() -> list[str]:
-    return [f"* `{ending.removeprefix('.')}`: {reason}" for ending, reason in FLOAT32.items()]
+    lines = ["| tensors | what they do | held so by |", "|---|---|---|"]
+    for row in FLOAT32:
+        engines = "`hf`, `vllm`" if row.everywhere else "`hf`"
+        lines.append(f"| `{row.ending.removeprefix('.')}` | {row.reason} | {engines} |")
+    return lines
 
 
 def _notes(rows: dict[str, Row]) -> list[str]:

@@ -200,7 +200,7 @@ def measure_rollout(path: str, engine: FSDPEngine, *, name: str = "hf", dtype: s
             rollout = make_rollout(name, RolloutSetup(path, settings, EOS, 0, 12, RESPONSE, load_format="dummy"))
         except ConfigError as error:
             return Cell(refusal=str(error))
-    weights = OutgoingWeights(engine.weights(), getattr(torch, dtype))
+    weights = OutgoingWeights(engine.weights(), rollout.held)
     health = rollout.load_weights(1, weights, sent=lambda: weights.fingerprint)
     assert health.fingerprint == health.received == weights.fingerprint
     batch = rollout.generate(prompts(), SamplingParams(RESPONSE, n=3))

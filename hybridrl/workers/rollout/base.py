@@ -20,14 +20,16 @@ from hybridrl.algos.partition.row_images import RowImages, images_of
 from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES
 from hybridrl.config.capabilities import RolloutCapabilities as RolloutCapabilities
 from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError, model_errors
 from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry
 from hybridrl.workers import rollout
 from hybridrl.workers.engine.base import resolve_dtype
+from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, row_seeds, sequence_keys
-from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, NamedTensor
+from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, HeldDtypes, NamedTensor
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint as fingerprint
 
 if TYPE_CHECKING:
@@ -69,12 +71,28 @@ class RolloutSetup:
 
     @property
     def dtype(self) -> torch.dtype:
-        return weights_dtype(self.config, self.device)
+        """The dtype of most weights; "auto" is bfloat16 on CUDA and float32 on CPU."""
+        return resolve_dtype(self.config.dtype, torch.device(self.device).type)
 
 
-def weights_dtype(config: RolloutConfig, device: str) -> torch.dtype:
-    """Return the dtype of a rollout's weights; "auto" is bfloat16 on CUDA and float32 on CPU."""
-    return resolve_dtype(config.dtype, torch.device(device).type)
+def sent_dtypes(config: RolloutConfig, model: ModelConfig, device: str) -> HeldDtypes:
+    """Return the dtypes in which an actor sends its weights to the rollout of these settings."""
+    assert model.path is not None, "the actor was loaded from this path"
+    dtype = resolve_dtype(config.dtype, torch.device(device).type)
+    model_type = _model_type(model.path, model.trust_remote_code)
+    kept = rollout_class(config.name).capabilities.float32_weights
+    return HeldDtypes.of(dtype, model_type=model_type, float32_weights=kept)
+
+
+def held_dtypes(setup: RolloutSetup, capabilities: RolloutCapabilities) -> HeldDtypes:
+    """Return the dtypes in which a rollout holds its weights."""
+    model_type = _model_type(setup.model_path, setup.trust_remote_code)
+    return HeldDtypes.of(setup.dtype, model_type=model_type, float32_weights=capabilities.float32_weights)
+
+
+@functools.cache
+def _model_type(path: str, trust_remote_code: bool) -> str:
+    return overridden_config(path, {}, trust_remote_code=trust_remote_code).get_text_config().model_type
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,7 @@ class Rollout(ABC):
 
     Attributes:
         capabilities: What the class can do.
+        held: Dtypes of its weights, in which they are pushed and hashed.
         engine_name: Its name in messages; default: the name of the first class without one.
     """
 
@@ -119,6 +138,7 @@ class Rollout(ABC):
 
     def __init__(self, setup: RolloutSetup) -> None:
         self.setup = setup
+        self.held = held_dtypes(setup, self.capabilities)
         self._version = VERSION_ON_DISK if setup.load_format == "auto" else None
         self._received: int | None = None
 
@@ -202,7 +222,7 @@ class Rollout(ABC):
                 "does not declare; use merged"
             )
         before, self._version = self._version, None
-        arriving = ArrivingWeights(weights, dtype=self.setup.dtype)
+        arriving = ArrivingWeights(weights, dtype=self.held)
         try:
             self.replace_weights(arriving)
         finally:
@@ -348,7 +368,7 @@ def load_hf_config(setup: RolloutSetup) -> Any:
                 f"{setup.model_path!r} has no such entry"
             )
         setattr(config, key, value)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and limit < setup.max_length:
         raise ConfigError(
             f"data.max_prompt_length={setup.max_prompt_length} and "

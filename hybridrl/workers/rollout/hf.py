@@ -30,7 +30,7 @@ from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
 from hybridrl.workers.engine.attention.layer_kinds import cache_argument, use_exact_attention
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
-from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
+from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, held_dtypes, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import (
     SamplingParams,
@@ -41,6 +41,7 @@ from hybridrl.workers.rollout.sampling.sampler import (
 )
 from hybridrl.workers.rollout.versioned import VersionedRollout
 from hybridrl.workers.weight_transfer.fingerprint import (
+    HeldDtypes,
     NamedTensor,
     WeightNames,
     distinct_tensors,
@@ -69,6 +70,7 @@ class HFRollout(VersionedRollout):
         requests=True,
         adapters=True,
         routes=True,
+        float32_weights=True,
         images=frozenset(IMAGE_MODELS),
         quantization=frozenset(QUANTIZATION),
         sampling=frozenset(SAMPLING),
@@ -83,7 +85,7 @@ class HFRollout(VersionedRollout):
             )
 
     def __init__(self, setup: RolloutSetup):
-        self._model: torch.nn.Module = _build_model(setup)
+        self._model: torch.nn.Module = _build_model(setup, held_dtypes(setup, self.capabilities))
         self._device = torch.device(setup.device)
         self._accepted = frozenset(signature(self._model.forward).parameters)
         self._routes = rollout.RouteLog(self._model) if setup.config.enable_rollout_routing_replay else None
@@ -119,7 +121,7 @@ class HFRollout(VersionedRollout):
         if changed is None or not changed <= self._hashes.keys():
             changed = own.keys()
         for name in changed:
-            self._hashes[name] = tensor_hash(own[name], pushed_dtype(name, self.setup.dtype))
+            self._hashes[name] = tensor_hash(own[name], pushed_dtype(name, self.held))
         return sum(self._hashes.values()) % (1 << 64)
 
     def _used_bytes(self) -> int:
@@ -340,7 +342,7 @@ def _left_padded(
     return ids, mask
 
 
-def _build_model(setup: RolloutSetup) -> torch.nn.Module:
+def _build_model(setup: RolloutSetup, held: HeldDtypes) -> torch.nn.Module:
     """Return the model on its device, ready to generate.
 
     Random weights do not change the global random state.
@@ -359,7 +361,7 @@ def _build_model(setup: RolloutSetup) -> torch.nn.Module:
             model = auto_class.from_config(config, **options)
     use_exact_attention(model, setup.override_config.get("attn_implementation"))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if pushed_dtype(name, setup.dtype) != setup.dtype:
+        if pushed_dtype(name, held) != setup.dtype:
             tensor.data = tensor.data.float()
     model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(setup.device).eval().requires_grad_(False)

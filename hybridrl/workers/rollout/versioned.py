@@ -40,9 +40,9 @@ class VersionedRollout(Rollout):
         self._awake = True
         self._fingerprint: int | None = None
         self._merger = (
-            AdapterMerger(names, dtype=setup.dtype)
+            AdapterMerger(names, dtype=self.held)
             if setup.config.quantization is None
-            else weight_transfer.Dequantizer(names, dtype=setup.dtype)
+            else weight_transfer.Dequantizer(names, dtype=self.held)
         )
 
     @abstractmethod

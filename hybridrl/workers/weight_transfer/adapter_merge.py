@@ -15,6 +15,7 @@ import torch
 from hybridrl.errors import StaleWeightsError
 from hybridrl.workers.weight_transfer.fingerprint import (
     ADAPTER_ENDINGS,
+    Dtypes,
     NamedTensor,
     WeightNames,
     WeightStream,
@@ -34,7 +35,7 @@ class AdapterMerger:
     push of adapters alone needs an earlier full push with adapters. dtype: the rollout's.
     """
 
-    def __init__(self, names: WeightNames, *, dtype: torch.dtype):
+    def __init__(self, names: WeightNames, *, dtype: Dtypes):
         self._names, self._dtype = names, dtype
         self._base_weights: dict[str, torch.Tensor] = {}
         self._hashes: dict[str, int] = {}
@@ -70,8 +71,8 @@ class AdapterMerger:
             if is_adapter(name):
                 matrices[name] = tensor.detach().clone()  # valid only until the next one is requested
             elif adapted := _adapter_pair(matrices, name):
-                self._base_weights[name] = tensor.detach().to("cpu", self._dtype, copy=True)
-                yield self._hashed(name, self._merge_one(tensor.to(self._dtype), *adapted))
+                self._base_weights[name] = tensor.detach().to("cpu", pushed_dtype(name, self._dtype), copy=True)
+                yield self._hashed(name, _merged(tensor, *adapted))
             else:
                 yield self._hashed(name, tensor) if matrices else (name, tensor)
         unmatched = {adapted_weight(name) for name in matrices} - self._base_weights.keys()
@@ -80,19 +81,20 @@ class AdapterMerger:
             raise StaleWeightsError(f"adapters of {names} came without these weights, or not in pairs; push everything")
         for name, base in earlier.items():
             if adapted := _adapter_pair(matrices, name):
-                yield self._hashed(name, self._merge_one(base.to(adapted[0].device), *adapted))
+                yield self._hashed(name, _merged(base.to(adapted[0].device), *adapted))
 
     def expected_fingerprint(self, stream: WeightStream) -> int:
         """Return the fingerprint that the engine must have after all of `stream` went through `merge`."""
         return sum(self._hashes.values()) % (1 << 64) if self._base_weights else stream.fingerprint
 
-    def _merge_one(self, base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
-        merged = base.to(torch.float32, copy=True)
-        return merged.addmm_(lora_b.float(), lora_a.float()).to(self._dtype)
-
     def _hashed(self, name: str, tensor: torch.Tensor) -> NamedTensor:
         self._hashes[name] = tensor_hash(tensor, pushed_dtype(name, self._dtype))
         return name, tensor
+
+
+def _merged(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+    merged = base.to(torch.float32, copy=True)
+    return merged.addmm_(lora_b.float(), lora_a.float()).to(base.dtype)
 
 
 def _adapter_pair(matrices: dict[str, torch.Tensor], weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:

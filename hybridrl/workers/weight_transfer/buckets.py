@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, as_pushed, pushed_dtype, tensor_hash
+from hybridrl.workers.weight_transfer.fingerprint import Dtypes, NamedTensor, as_pushed, pushed_dtype, tensor_hash
 
 ALIGNMENT = 64  # bytes: suits a tensor of any dtype, and gives the fastest copies
 
@@ -41,7 +41,7 @@ class OutgoingWeights:
     Iterate once, then read `fingerprint` and `num_bytes`.
     """
 
-    def __init__(self, weights: Iterable[NamedTensor], dtype: torch.dtype):
+    def __init__(self, weights: Iterable[NamedTensor], dtype: Dtypes):
         self._weights, self._dtype = iter(weights), dtype
         self._total = 0
         self.num_bytes = 0

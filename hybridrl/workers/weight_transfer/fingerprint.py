@@ -24,14 +24,63 @@ SCALE_ENDING = "_scale_inv"
 QUANTIZED = frozenset({torch.float8_e4m3fn, torch.int8})
 """Dtypes of quantised weights, which are sent, held and hashed as they are."""
 
-FLOAT32 = {
-    ".e_score_correction_bias": "chooses experts: DeepSeek-V3, GLM-4.5 and later, Nemotron-H",
-    ".A_log": "decay of a recurrent state, as an exponent of an exponent: gated delta rule, Mamba",
-}
-"""Endings of names of tensors that every rollout holds in float32, whatever its dtype, and why.
 
-Rollouts compute with them in float32. `dt_bias`, sinks and routers are not here: vLLM holds them in its own dtype.
-"""
+@dataclass(frozen=True)
+class Float32:
+    """Tensors that a rollout holds in float32, whatever its dtype, because it computes with them in float32.
+
+    Attributes:
+        ending: Of their names.
+        reason: What they do, and in which families.
+        families: Values of `model_type` to which the row is limited; empty: all.
+        everywhere: Whether every engine holds them so. Else only one with the capability `float32_weights`.
+    """
+
+    ending: str
+    reason: str
+    families: frozenset[str] = frozenset()
+    everywhere: bool = False
+
+
+ROUTERS = frozenset({"deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "nemotron_h"})
+FLOAT32 = (
+    Float32(".e_score_correction_bias", "chooses experts: DeepSeek-V3, GLM-4.5 and later, Nemotron-H", everywhere=True),
+    Float32(".A_log", "decay of a state, an exponent of an exponent: gated delta rule, Mamba", everywhere=True),
+    Float32(".dt_bias", "time step of a recurrent state: gated delta rule, Mamba"),
+    Float32(".sinks", "one logit of the softmax over attention weights: gpt-oss"),
+    Float32(".gate.weight", "router whose logits are float32: GLM-4-MoE", frozenset({"glm4_moe"}), everywhere=True),
+    Float32(".gate.weight", f"router whose logits are float32: {', '.join(sorted(ROUTERS))}", ROUTERS),
+)
+"""The only list of such tensors. vLLM holds the last three kinds in its own dtype, but GLM-4-MoE's routers."""
+
+
+@dataclass(frozen=True)
+class HeldDtypes:
+    """The dtypes in which a rollout holds the weights of a model: its own, and float32 for some.
+
+    Attributes:
+        dtype: Of most weights.
+        float32: Endings of the others' names.
+    """
+
+    dtype: torch.dtype
+    float32: tuple[str, ...]
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *, model_type: str = "", float32_weights: bool = False) -> "HeldDtypes":
+        """Return those of a model.
+
+        Args:
+            dtype: The rollout's.
+            model_type: Of the text model's configuration.
+            float32_weights: The rollout's capability.
+        """
+        rows = [row for row in FLOAT32 if not row.families or model_type in row.families]
+        return cls(dtype, tuple(row.ending for row in rows if row.everywhere or float32_weights))
+
+
+Dtypes = torch.dtype | HeldDtypes
+"""A plain dtype stands for a model of unknown type in an engine without the capability `float32_weights`."""
 
 # On the CPU one chunk and its temporaries fit into a core's cache. A GPU needs few launches.
 CHUNK_CPU = 1 << 16
@@ -41,7 +90,7 @@ _MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 """Odd multipliers of MurmurHash3's 32-bit finalizer (Appleby)."""
 
 
-def fingerprint(named_tensors: Iterable[NamedTensor], dtype: torch.dtype) -> int:
+def fingerprint(named_tensors: Iterable[NamedTensor], dtype: Dtypes) -> int:
     """Return the fingerprint in [0, 2^64) of tensors; those that share memory count once.
 
     Reads each tensor once, on one CPU core or on the tensor's GPU.
@@ -102,7 +151,7 @@ class WeightStream:
         weights: Iterable[NamedTensor],
         names: WeightNames,
         *,
-        dtype: torch.dtype,
+        dtype: Dtypes,
         expected: Iterable[str] | None = None,
         is_hashed: bool = True,
     ):
@@ -132,7 +181,7 @@ class WeightStream:
 class ArrivingWeights:
     """Fingerprints weights as an engine reads them, for engines whose own tensors cannot be read. Iterate once."""
 
-    def __init__(self, weights: Iterable[NamedTensor], *, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Iterable[NamedTensor], *, dtype: Dtypes) -> None:
         self._weights, self._dtype, self._total = iter(weights), dtype, 0
 
     def __iter__(self) -> Iterator[NamedTensor]:
@@ -163,17 +212,18 @@ def adapted_weight(name: str) -> str:
     return f"{name.rpartition('.')[0]}.weight"
 
 
-def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+def pushed_dtype(name: str, dtype: Dtypes) -> torch.dtype:
     """Return the dtype in which a tensor is pushed, held and hashed.
 
     It is the rollout's, but float32 for adapters, whose small values are added to large ones, for scales, and for
     `FLOAT32`.
     """
-    is_float32 = is_adapter(name) or is_scale(name) or name.endswith(tuple(FLOAT32))
-    return torch.float32 if is_float32 else dtype
+    held = dtype if isinstance(dtype, HeldDtypes) else HeldDtypes.of(dtype)
+    is_float32 = is_adapter(name) or is_scale(name) or name.endswith(held.float32)
+    return torch.float32 if is_float32 else held.dtype
 
 
-def as_pushed(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_pushed(name: str, tensor: torch.Tensor, dtype: Dtypes) -> torch.Tensor:
     """Return a tensor as it is pushed to a rollout of this dtype.
 
     A quantised one is left as it is.

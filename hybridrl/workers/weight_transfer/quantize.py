@@ -27,10 +27,12 @@ from hybridrl.errors import ConfigError, NonFiniteError, StaleWeightsError
 from hybridrl.workers.weight_transfer.fingerprint import (
     QUANTIZED,
     SCALE_ENDING,
+    Dtypes,
     NamedTensor,
     WeightNames,
     WeightStream,
     is_scale,
+    pushed_dtype,
     tensor_hash,
 )
 
@@ -136,7 +138,7 @@ class Dequantizer:
     It stands where `AdapterMerger` does, and likewise knows which fingerprint the engine must have after a push.
     """
 
-    def __init__(self, names: WeightNames, *, dtype: torch.dtype):
+    def __init__(self, names: WeightNames, *, dtype: Dtypes):
         self._names, self._dtype, self._total = names, dtype, 0
 
     def expect_full_push(self, weights: Iterable[NamedTensor], *, is_hashed: bool) -> WeightStream:
@@ -170,8 +172,8 @@ class Dequantizer:
                     waiting[name] = tensor.clone()  # valid only until the next one is requested
                     continue
                 pair = (waiting.pop(other), tensor) if is_scale(name) else (tensor, waiting.pop(other))
-                name, tensor = weight, dequantize_blocks(*pair, self._dtype)
-            self._total += tensor_hash(tensor, self._dtype)
+                name, tensor = weight, dequantize_blocks(*pair, pushed_dtype(name, self._dtype))
+            self._total += tensor_hash(tensor, pushed_dtype(name, self._dtype))
             yield name, tensor
         if waiting:
             raise StaleWeightsError(

@@ -100,7 +100,7 @@ class VLLMRollout(VersionedRollout):
                 self.engine.reset_encoder_cache()  # what the old tower has computed
 
     def _engine_fingerprint(self, changed: Set[str] | None = None) -> int:
-        return self.call_worker("rollout_fingerprint", self.setup.dtype)
+        return self.call_worker("rollout_fingerprint", self.held)
 
     @property
     def frees_memory(self) -> bool:

@@ -34,7 +34,7 @@ from hybridrl.workers.rollout.sampling.sampler import (
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.expert_reload import load_weights
 from hybridrl.workers.rollout.vllm.memory_release import release_pages
-from hybridrl.workers.weight_transfer.fingerprint import fingerprint
+from hybridrl.workers.weight_transfer.fingerprint import Dtypes, fingerprint
 
 if current_platform.is_cpu():
     # On CPU vLLM packs every Linear into a closure and drops `layer.weight`, so that weights could be neither replaced
@@ -144,7 +144,7 @@ class RolloutExtension:
         """Load named weights (Hugging Face names) into the model's own tensors."""
         load_weights(self.model_runner.get_model(), weights, config=self.vllm_config)
 
-    def rollout_fingerprint(self, dtype: torch.dtype) -> int:
+    def rollout_fingerprint(self, dtype: Dtypes) -> int:
         """Return the fingerprint of the model's parameters, over all ranks of its tensor-parallel group."""
         model = self.model_runner.get_model()
         if self.parallel_config.tensor_parallel_size == 1:
