@@ -6,20 +6,25 @@ Workers and `hybridrl.cli` call it. It writes no optimizer state.
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.workers.engine.base import LoRA
-from hybridrl.workers.engine.hf_model import make_scoring, overridden_config
+from hybridrl.workers.engine.hf_model import make_scoring, overridden_config, reads_images
+from hybridrl.workers.engine.model_files import safetensors_files
 from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
 COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 """Files of a model that training does not change: how it generates, and how its images are processed."""
+COMPOSITE = "model.language_model."
+"""Names of a text model's weights begin so in a checkpoint that has more than text, and with `model.` in the model."""
 
 
 def export_hf(
@@ -33,7 +38,8 @@ def export_hf(
     """Write the weights, the config with its overrides, and the tokenizer of `model` into `directory`.
 
     Collective in `weights`: every rank iterates, rank 0 writes. Rank 0 then reads the files back and compares every
-    name, shape and value. The export appears by a rename, so a failed one leaves nothing behind.
+    name, shape and value. The export appears by a rename, so a failed one leaves nothing behind. What the model's
+    directory has beside the trained model (heads that predict several tokens, a vision tower) is copied.
 
     Args:
         weights: Full tensors under Hugging Face names.
@@ -49,6 +55,8 @@ def export_hf(
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights if rank == 0}
     if rank != 0:
         return
+    if kind == "causal_lm":
+        tensors = _with_untrained(tensors, model)
     with _new_directory(directory) as temporary:
         _write(tensors, temporary, model=model, kind=kind)
         _verify(tensors, temporary)
@@ -106,6 +114,27 @@ def check_new_directory(directory: str) -> None:
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written ({error.strerror}); export to another directory") from error
+
+
+def _with_untrained(tensors: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return weights under the names of the model's own files, with those that the text model leaves out."""
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    assert model.path is not None, "the weights to export were loaded from this path"
+    config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    if reads_images(config) or type(config) not in AutoModelForCausalLM._model_mapping:
+        return tensors
+    text_model: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    left_out = [re.compile(pattern) for pattern in text_model._keys_to_ignore_on_load_unexpected or ()]
+    if not left_out:
+        return tensors
+    files = [safe_open(file, framework="pt") for file in safetensors_files(model.path)]
+    found = {name: file for file in files for name in file.keys()}
+    if any(name.startswith(COMPOSITE) for name in found):
+        tensors = {name if name in found else COMPOSITE.join(name.split("model.", 1)): t for name, t in tensors.items()}
+    untrained = [name for name in found if name not in tensors and any(pattern.search(name) for pattern in left_out)]
+    return tensors | {name: found[name].get_tensor(name) for name in untrained}
 
 
 def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConfig, kind: str) -> None:

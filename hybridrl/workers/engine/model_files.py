@@ -51,6 +51,14 @@ def check_model(
         _check_vocabulary(tokenizer, getattr(found.get_text_config(), "vocab_size", None), f"{key}={path}")
 
 
+def safetensors_files(path: str) -> list[Path]:
+    """Return the files with the weights of a model, which is a directory or in the cache of the hub's client."""
+    from huggingface_hub import snapshot_download
+
+    directory = path if os.path.isdir(path) else snapshot_download(path, local_files_only=True)
+    return sorted(Path(directory).glob("*.safetensors"))
+
+
 def file_problems(directory: Path) -> Iterator[str]:
     """Yield what is wrong with the safetensors files of a directory, each with the file's name."""
     for file in sorted(directory.glob("*.safetensors")):

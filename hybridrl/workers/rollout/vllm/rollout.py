@@ -10,7 +10,7 @@ inside vLLM is in `worker_extension`.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -264,7 +264,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
         model=setup.model_path,
         **_image_options(setup),
         trust_remote_code=setup.trust_remote_code,
-        hf_overrides=dict(setup.override_config),
+        hf_overrides=_overrides(setup),
         generation_config="vllm",  # no sampling defaults from the model's directory
         load_format=setup.load_format,
         dtype=dtype,
@@ -307,6 +307,28 @@ def _image_options(setup: RolloutSetup) -> dict[str, Any]:
             "one for your torch, or use rollout.name=hf"
         )
     return {"limit_mm_per_prompt": {"image": setup.max_images, "video": 0}}
+
+
+def _overrides(setup: RolloutSetup) -> Any:
+    """Return vLLM's `hf_overrides`: the user's, and text alone of a model that has more than text.
+
+    The actor trains it as a model of text, whose names of weights are others.
+    """
+    from transformers import AutoModelForCausalLM
+
+    found = load_hf_config(setup)
+    if reads_images(found) or found.get_text_config() is found:
+        return dict(setup.override_config)
+    text_model: Any = AutoModelForCausalLM._model_mapping[type(found)]
+    return partial(_text_config, overrides=dict(setup.override_config), architecture=text_model.__name__)
+
+
+def _text_config(found: Any, *, overrides: Mapping[str, Any], architecture: str) -> Any:
+    for name, value in overrides.items():
+        setattr(found, name, value)
+    text = found.get_text_config()
+    text.architectures = [architecture]
+    return text
 
 
 def _memory_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
