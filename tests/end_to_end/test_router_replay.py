@@ -30,6 +30,19 @@ def test_a_rollouts_experts_are_replayed_until_updates_have_changed_what_the_rou
     assert rows[0]["training/rollout_probs_diff_max"] < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_vllms_experts_are_replayed(tmp_path, tiny_tokenizer, mode):
+    sizes = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
+    (tmp_path / "model").mkdir()
+    model = save_mixture(tmp_path / "model", "Qwen3Moe", tokenizer=tiny_tokenizer, **sizes)
+    more = {"actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__rollout__mode": mode}
+    rows = train(tmp_path, model, **SHORT, **R3, **more)
+    assert all(row["actor/routing/missing"] == 0 for row in rows)
+    assert rows[0]["actor/routing/differ"] < 0.5 and rows[0]["training/rollout_probs_diff_max"] < 1e-4
+
+
 def test_the_pass_for_old_log_probs_records_and_one_update_of_its_weights_changes_nothing(tmp_path, models):
     one = {"actor_rollout_ref__actor__ppo_mini_batch_size": 4, "trainer__total_training_steps": 1}
     plain = train(tmp_path / "plain", models["Qwen3Moe"], **SHORT, **one, trainer__num_threads=1)
@@ -50,16 +63,9 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
         ({MODE: "R3"}, "set actor_rollout_ref.rollout.enable_rollout_routing_replay=true"),
         ({RETURNS: True}, "nothing reads the experts with actor_rollout_ref.actor.router_replay.mode=disabled"),
         ({MODE: "R2", "algorithm__rollout_correction__bypass_mode": True}, "bypass_mode leaves that pass out"),
-        (R3 | {"actor_rollout_ref__rollout__name": "vllm"}, "vLLM returns experts only with its model runner V2"),
         (
-            {
-                MODE: "R2",
-                "actor_rollout_ref__actor__strategy": "megatron",
-                "actor_rollout_ref__actor__megatron__pipeline_model_parallel_size": 2,
-                "trainer__backend": "ray",
-                "trainer__n_gpus_per_node": 2,
-            },
-            "pipeline_model_parallel_size=2: experts are replayed only where each process has all layers",
+            R3 | {"actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__rollout__enforce_eager": False},
+            "set actor_rollout_ref.rollout.enforce_eager=true",
         ),
         (
             {
@@ -72,7 +78,7 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
         ),
         ({MODE: "R2"}, "router_replay.mode=R2: qwen2 has no experts whose choice could be replayed"),
     ],
-    ids=["unknown", "no_routes", "unread", "no_pass", "vllm", "stages", "ulysses", "no_experts"],
+    ids=["unknown", "no_routes", "unread", "no_pass", "vllm", "ulysses", "no_experts"],
 )
 def test_a_replay_that_cannot_work_is_refused_before_the_models_load(tmp_path, tiny_qwen2, capsys, changes, message):
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **SHORT, **changes)) == 2

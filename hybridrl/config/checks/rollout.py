@@ -5,10 +5,7 @@ from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES, RolloutCapabi
 from hybridrl.config.introspection import changed, value_text
 from hybridrl.config.schema.ppo import PPOConfig
 
-NO_ROUTES = (
-    "vLLM returns experts only with its model runner V2, whose tokens hybridrl cannot draw; use rollout.name=hf, or "
-    "actor_rollout_ref.actor.router_replay.mode=R2 and leave this out"
-)
+NO_ROUTES = "use hf or vllm, or actor_rollout_ref.actor.router_replay.mode=R2 and leave this out"
 
 
 def rollout_problems(config: PPOConfig) -> Problems:

@@ -49,11 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LAYERS = 2  # with experts, of each model
 
 
-def save_mixture(folder: Path, family: str, *, norm_topk_prob: bool = True, tokenizer: Any = None) -> str:
+def save_mixture(folder: Path, family: str, *, norm_topk_prob: bool = True, tokenizer: Any = None, **sizes: Any) -> str:
     """Write a tiny model of a family; biases and sinks are not 0."""
     import transformers
 
-    own = FAMILIES[family] | ({} if family == "GptOss" else {"norm_topk_prob": norm_topk_prob})
+    own = FAMILIES[family] | ({} if family == "GptOss" else {"norm_topk_prob": norm_topk_prob}) | sizes
     if tokenizer is not None:
         own |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
         own |= {"pad_token_id": tokenizer.pad_token_id}
@@ -70,11 +70,11 @@ def save_mixture(folder: Path, family: str, *, norm_topk_prob: bool = True, toke
     return str(folder)
 
 
-def random_routes(lengths: list[int], seed: int = 0) -> np.ndarray:
+def random_routes(lengths: list[int], seed: int = 0, *, layers: int = LAYERS) -> np.ndarray:
     """Return a column of routes at random, two different experts for each token but the last."""
     draw = np.random.default_rng(seed)
     entries = [
-        np.argsort(draw.random((length - 1, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
+        np.argsort(draw.random((length - 1, layers, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
         for length in lengths
     ]
     return column_of(entries)

@@ -168,6 +168,8 @@ class VLLMRequestEngine(RequestEngine):
         """Free the request's row and return its output, after checking that vLLM returned the sampled tokens."""
         name, batch = entry.request.request_id, entry.batch
         tokens, log_probs = self.rollout.call_worker("sampled_tokens", batch.number, entry.row, len(entry.tokens))
+        num_computed = len(entry.request.prompt_ids) + len(tokens) - 1
+        routes = self.rollout.call_worker("routes", batch.number, {entry.row: num_computed}) if tokens else None
         if tokens != entry.tokens[: len(tokens)]:
             raise RuntimeError(
                 f"vllm rollout: vLLM returned other tokens than were sampled for request {name}; its log-probs would "
@@ -177,7 +179,7 @@ class VLLMRequestEngine(RequestEngine):
         if len(tokens) < len(entry.tokens):  # a stop string was complete; vLLM then needed one more token to end
             reason = "stop"
         self._free(batch, entry.row)
-        return TokenOutput(name, tokens, log_probs, reason, entry.version)
+        return TokenOutput(name, tokens, log_probs, reason, entry.version, routes=routes and routes[0])
 
     def _free(self, batch: _BatchSlots, row: int) -> None:
         """Give a row back, and close a batch that nobody else can use."""

@@ -22,6 +22,7 @@ from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, DataError
+from hybridrl.workers import engine
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
 from hybridrl.workers.images import PictureReader, collapsed
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
@@ -62,6 +63,7 @@ class VLLMRollout(VersionedRollout):
         adapters=True,
         tensor_parallel=True,
         images=frozenset({"qwen2_5_vl"}),
+        routes=True,
         sampling=frozenset(SAMPLING),
     )
 
@@ -71,6 +73,8 @@ class VLLMRollout(VersionedRollout):
         self._pictures = PictureReader(setup.model_path) if reads_images(load_hf_config(setup)) else None
         with preserve_process_state():
             self._llm = _start_engine(setup)
+            if setup.config.enable_rollout_routing_replay:
+                self.call_worker("log_routes")
             self._self_test()
         self._use_weights_on_disk()
 
@@ -82,6 +86,7 @@ class VLLMRollout(VersionedRollout):
                 "use hf"
             )
         yield from argument_problems(settings.engine_kwargs)
+        yield from _routing_problems(settings)
         if not settings.enable_chunked_prefill and settings.max_num_batched_tokens < max_length:
             yield (
                 f"{ROLLOUT_KEY}.max_num_batched_tokens={settings.max_num_batched_tokens}: without "
@@ -161,7 +166,11 @@ class VLLMRollout(VersionedRollout):
         returned = [output.outputs[0].token_ids for output in outputs]
         if limits is not None:
             returned = [sequence[:limit] for sequence, limit in zip(returned, limits.tolist(), strict=True)]
-        return self._to_generated_tokens(returned, tokens, log_probs)
+        generated = self._to_generated_tokens(returned, tokens, log_probs)
+        lengths = [len(tokens) for tokens in prompts for _ in range(sampling.n)]
+        ends = {row: prompt + len(returned[row]) - 1 for row, prompt in enumerate(lengths)}
+        generated.routes = self.call_worker("routes", None, ends)
+        return generated
 
     def engine_prompt(self, tokens: list[int], images: RowImages | None) -> dict[str, Any]:
         """Return a prompt as vLLM takes it: it inserts the tokens of images itself."""
@@ -269,6 +278,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
         load_format=setup.load_format,
         dtype=dtype,
         seed=setup.seed % 2**32,
+        **_routing_options(setup),
         max_model_len=setup.max_length,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -329,6 +339,24 @@ def _text_config(found: Any, *, overrides: Mapping[str, Any], architecture: str)
     text = found.get_text_config()
     text.architectures = [architecture]
     return text
+
+
+def _routing_problems(settings: RolloutConfig) -> Iterator[str]:
+    """Yield settings with which vLLM does not compute every token where its experts are read."""
+    if not settings.enable_rollout_routing_replay:
+        return
+    key = f"{ROLLOUT_KEY}.enable_rollout_routing_replay=true"
+    if engine_arguments(settings.engine_kwargs).get("enable_prefix_caching"):
+        yield f"{key}: tokens of vLLM's prefix cache are not computed; leave engine_kwargs.enable_prefix_caching out"
+    if not settings.enforce_eager:
+        yield f"{key}: CUDA graphs are captured before experts are read; set {ROLLOUT_KEY}.enforce_eager=true"
+
+
+def _routing_options(setup: RolloutSetup) -> dict[str, Any]:
+    if not setup.config.enable_rollout_routing_replay:
+        return {}
+    engine.check_family(load_hf_config(setup), key=f"{ROLLOUT_KEY}.enable_rollout_routing_replay=true")
+    return {"enable_prefix_caching": False}
 
 
 def _memory_options(setup: RolloutSetup, device: str) -> dict[str, Any]:

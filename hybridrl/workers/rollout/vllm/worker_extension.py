@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers import utils as linear_dispatch
@@ -34,6 +35,7 @@ from hybridrl.workers.rollout.sampling.sampler import (
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.expert_reload import load_weights
 from hybridrl.workers.rollout.vllm.memory_release import release_pages
+from hybridrl.workers.rollout.vllm.route_log import RouteLog
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, fingerprint
 
 if current_platform.is_cpu():
@@ -135,10 +137,30 @@ def _request_state(params: EngineParams, _: Any, tokens: list[int]) -> tuple[int
 class RolloutExtension:
     """Methods added to vLLM's worker; the rollout calls them through `LLM.collective_rpc`."""
 
+    _routes: RouteLog | None = None
+
     device: torch.device  # these four are attributes of vLLM's worker
     model_runner: Any
     parallel_config: Any
     vllm_config: VllmConfig
+
+    def log_routes(self) -> None:
+        """Keep the experts of every token from now on."""
+        self._routes = RouteLog(self.model_runner, self.vllm_config)
+
+    def routes(self, number: int | None, lengths: dict[int, int]) -> list[np.ndarray] | None:
+        """Return the entries of the column of routes of a batch's rows, and forget them; None if they are not kept.
+
+        Args:
+            number: Of the batch; None: the last `generate` call.
+            lengths: Row -> tokens of its entry.
+        """
+        if self._routes is None:
+            return None
+        entries = [self._routes.entry(number, row, length) for row, length in lengths.items()]
+        for row in lengths:
+            self._routes.forget(number, row)
+        return entries
 
     def load_rollout_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load named weights (Hugging Face names) into the model's own tensors."""
@@ -170,6 +192,8 @@ class RolloutExtension:
         num_done: int,
     ) -> None:
         """Sample the requests of the next `generate` call with these keys (S,) int64."""
+        if self._routes is not None:
+            self._routes.forget(None)
         RowSampler.current_batch = self._make_batch(prompts, keys, sampling, stop_condition, num_done)
 
     def finish_batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -198,6 +222,8 @@ class RolloutExtension:
     def assign_slot(self, number: int, row: int, key: torch.Tensor) -> None:
         """Assign a row of the batch to a new request with this key (1,) int64."""
         RowSampler.served_batches[number].keys[row] = key[0]
+        if self._routes is not None:
+            self._routes.forget(number, row)
 
     def sampled_tokens(self, number: int, row: int, length: int) -> tuple[list[int], list[float]]:
         """Return the first `length` tokens of a row and their log-probs.
