@@ -38,14 +38,6 @@ def policy_problems(config: PPOConfig) -> Problems:
     for path in {config.critic.model.path, config.reward_model.model.path} - {None, policy.path}:
         if (model := local_model_config(path)) is not None:
             yield from (f"{path}: {problem}" for problem in model_problems(layout, model, key=key))
-    mode = config.actor_rollout_ref.actor.router_replay.mode
-    if mode != "disabled":
-        for name in ("pipeline_model_parallel_size", "context_parallel_size"):
-            if (size := getattr(layout, name)) > 1:
-                yield (
-                    f"{key}.{name}={size}: experts are replayed only where each process has all layers and whole "
-                    "sequences; use 1, or actor_rollout_ref.actor.router_replay.mode=disabled"
-                )
     offload = config.critic.fsdp_config
     if layout.use_distributed_optimizer and (offload.param_offload or offload.optimizer_offload):
         yield (

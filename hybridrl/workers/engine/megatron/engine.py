@@ -76,22 +76,39 @@ class MegatronEngine(ShardedEngine):
         if config.share_prefixes and not self._shares_prefixes:
             log_obstacle(f"context_parallel_size={sizes.context} cuts every row into parts")
         if config.replays_routes:
-            self._replay = self._route_replay(model, peers=settings.sequence_parallel)
+            self._replay = self._route_replay(model, sizes, sequence_parallel=settings.sequence_parallel)
         self._num_micro_multiple = sizes.pipeline if sizes.virtual_pipeline else 1
         self._make_optimizer()
         self._offload()
 
-    def _route_replay(self, model: Any, *, peers: bool) -> "engine.RouteReplay":
-        """Return the replay of the layers of this process, which has all of them (`checks/megatron.py`)."""
+    def _route_replay(self, model: Any, sizes: Any, *, sequence_parallel: bool) -> "engine.RouteReplay":
         shape = RoutingShape(model.num_hidden_layers, model.num_experts_per_tok, model.num_experts)
-        group = parallel_state.get_tensor_model_parallel_group() if peers else None
-        return engine.RouteReplay(engine.MegatronRouters(self.chunks[0], shape, peers=group))
+        self._routers = engine.MegatronRouters(
+            self.chunks,
+            shape,
+            sequence_peers=parallel_state.get_tensor_model_parallel_group() if sequence_parallel else None,
+            context_peers=parallel_state.get_context_parallel_group() if sizes.context > 1 else None,
+            stages=parallel_state.get_pipeline_model_parallel_group() if sizes.pipeline > 1 else None,
+        )
+        return engine.RouteReplay(self._routers)
 
     def _begin_routes(self, tokens: LocalTokens) -> None:
         """Give the routes of a micro-batch to the routers."""
         if self._replay is not None:
-            self._replay.routers.arrange(tokens.source, tokens.layout.input_ids.numel())
+            self._routers.arrange(tokens.source, tokens.layout.input_ids.numel())
             self._replay.begin(self._routed, tokens.rows, tokens.layout)
+
+    def _keep_routes(self, tokens: LocalTokens) -> None:
+        """Keep what the routers chose in a pass of a micro-batch through a part of the model."""
+        if self._replay is not None:
+            self._routers.keep(id(tokens))
+
+    def _read_routes(self, micro_batch_tokens: list[LocalTokens]) -> Iterator[LocalTokens]:
+        """Yield each micro-batch while its routes can be read. Collective."""
+        for tokens in micro_batch_tokens if self._replay is not None else ():
+            self._begin_routes(tokens)
+            self._routers.recall(id(tokens))
+            yield tokens
 
     def _load_weights(self, model: Any) -> None:
         """Load this process's part of the model, and add its shards of the adapters."""
@@ -148,10 +165,12 @@ class MegatronEngine(ShardedEngine):
         with torch.no_grad():
             found = self._run_pipeline(
                 micro_batch_tokens,
-                partial(self._read_recorded, outputs=outputs),
+                partial(self._read_outputs, outputs=outputs),
                 forward_only=True,
                 stats=self._stats_of_head(outputs),
             )
+        for tokens in self._read_routes(micro_batch_tokens):
+            self._record_routes(tokens.rows)
         return self._in_row_order(batch, micro_batch_tokens, found, outputs)
 
     def forward_backward(
@@ -169,11 +188,14 @@ class MegatronEngine(ShardedEngine):
             loss, stats = loss_fn(results, batch.select_idxs(tokens.rows).to(self._device))
             tree = tokens.packed_params and tokens.packed_params.tree
             # Megatron's schedule may change the loss in place.
-            counts = {**(tree.token_counts() if tree else {}), **self._routing_counts()}
-            return loss, no_tokens, without_gradient({**stats, **counts})
+            return loss, no_tokens, without_gradient({**stats, **(tree.token_counts() if tree else {})})
 
         micro_batch_tokens = self._local_micro_batches(batch, micro)
         found = self._run_pipeline(micro_batch_tokens, loss_of, forward_only=False, stats=self._stats_of_head(outputs))
+        counts = [self._routing_counts() for _ in self._read_routes(micro_batch_tokens)]
+        for stats, more in zip(found, counts, strict=False):  # both may be empty
+            if stats is not None:
+                stats.update(more)
         return as_numbers(stats for stats in found if stats is not None and self.mesh_position.is_output_rank)
 
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
@@ -247,8 +269,11 @@ class MegatronEngine(ShardedEngine):
                 WantedStats(tokens.labels, stats, self.config.temperature, self.config.logits_chunk) if stats else None
             )
             output = module(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens.packed_params)
+            self._keep_routes(tokens)
             return output, lambda head, non_loss_data=False: read_fn(tokens, head)
 
+        if self._replay is not None:
+            self._routers.restart()
         iterators = [iter(micro_batch_tokens) for _ in self._modules]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -266,11 +291,6 @@ class MegatronEngine(ShardedEngine):
         names = OUTPUTS["causal_lm"]
         is_own = self.config.kind == "causal_lm" and not self.config.whole_logits
         return tuple(name for name in names if name in outputs) if is_own else ()
-
-    def _read_recorded(self, tokens: LocalTokens, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
-        """Return what `_read_outputs` does, and keep the routes if they are asked for."""
-        self._record_routes(tokens.rows)
-        return self._read_outputs(tokens, head, outputs=outputs)
 
     def _read_outputs(self, tokens: LocalTokens, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
         """Return the named outputs of a micro-batch's rows, equal on all peers.
