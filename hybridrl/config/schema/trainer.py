@@ -87,9 +87,7 @@ class TrainerConfig:
         "Largest mean difference between log-probs of rollout and trainer for a few tokens before step 1; above, the "
         "run stops. auto: 1e-4 in float32 (1e-3 on CUDA), 0.08 with 16 bits, 0.3 quantised; off: no check.",
     )
-    parity_freq: int = setting(
-        50, "Repeat this check with one token of each prompt every so many pushes; 0 means never.", ge=0
-    )
+    parity_freq: int = setting(50, "Repeat this check every so many pushes; 0 means never.", ge=0)
     replay: ReplayConfig = section(ReplayConfig, "Replay of samples that are up to trainer.staleness versions old.")
     middleware: list[str] = setting(
         [], "Functions path.py:fn that change the stages of the loop; see docs/framework.md."

@@ -77,7 +77,7 @@ from hybridrl.trainer.ppo.update_batch import (
     routes_of,
     select_training_rows,
 )
-from hybridrl.trainer.ppo.validation import validate
+from hybridrl.trainer.ppo.validation import check_evaluator, validate
 from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.metrics import mean_over_batches
 from hybridrl.trainer.run.middleware import BatchContext
@@ -394,7 +394,9 @@ class RayPPOTrainer(PPOLoop):
         for metrics in self.remote_evaluator.poll():
             ctx.metrics |= metrics
         if due:
-            self.remote_evaluator.submit(self.global_steps, self.policy.actor.store_weights.submit()[0])
+            weights = self.policy.actor.store_weights.submit()[0]
+            check_evaluator(self, self.global_steps, weights)
+            self.remote_evaluator.submit(self.global_steps, weights)
 
     def log(self, ctx: BatchContext) -> None:
         """Send the step's metrics to every logger."""

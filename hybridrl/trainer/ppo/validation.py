@@ -76,6 +76,22 @@ def _log_progress(done: int, total: int, tokens: int, seconds: float) -> None:
         logger.info("validated %d of %d responses in %.0f s (%.0f generated tokens/s)", done, total, seconds, speed)
 
 
+def check_evaluator(trainer: Any, version: int, weights: Any) -> None:
+    """Compare the evaluator's processes with the actor, whose weights these are, before their first validation.
+
+    Raises:
+        ParityError: Some process computes other log-probs with them than the actor.
+    """
+    if trainer.gate is None or trainer.gate.knows_evaluator:
+        return
+    probing = trainer.gate.new_probe()
+    health = trainer.groups[Role.Evaluator].receive_weights(version, weights, False, probing.probe)
+    verify_push(health, version)
+    probing.found = [each.probed for each in health]
+    trainer.gate.check(probing, version=version)
+    trainer.gate.knows_evaluator = True
+
+
 def validate_on_evaluator(trainer: Any, version: int, weights: Any) -> dict[str, float]:
     """Return the metrics of these weights, validated on the evaluator's processes."""
     evaluator = trainer.groups[Role.Evaluator]

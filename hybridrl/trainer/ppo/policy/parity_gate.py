@@ -28,7 +28,7 @@ from hybridrl.workers.rollout.requests import Probe, ProbedTokens
 logger = logging.getLogger(__name__)
 
 TEXTS = ("The 3 boxes hold 4 pens each, and", "Question: how many days are there in 2 weeks?\nAnswer:")
-MAX_PROMPT, MAX_NEW, MAX_PREFIXES = 16, 8, 8  # tokens of a prompt, of its response, and beginnings of a prompt
+MAX_PROMPT, MAX_NEW = 16, 8  # tokens of a prompt and of its response: decoding 8 costs less than 8 beginnings of it
 # Mean difference of the log-probs of about 16 tokens. float32 engines differ by 4e-6 (docs/figures.md), on CUDA more:
 # attention may compute in TF32. In bfloat16 a model of 135M parameters has 0.02 to 0.035. gpt-oss has 0.02 with right
 # kernels, and 0.08 to 0.14 without its sinks (github.com/radixark/miles issue 1500).
@@ -49,6 +49,7 @@ class ParityGate:
 
     Attributes:
         metrics: Of the newest comparison, by their names in the log.
+        knows_evaluator: Whether the processes of `trainer.eval_n_gpus` have been compared.
     """
 
     def __init__(self, config: PPOConfig, tokenizer: Any, actor: Any):
@@ -56,8 +57,9 @@ class ParityGate:
         longest = min(MAX_PROMPT, config.data.max_prompt_length)
         encoded = [tokenizer.encode(text, add_special_tokens=False)[:longest] for text in TEXTS]
         self._prompts = tuple(tuple(ids) or (0,) for ids in encoded)
-        self._pushes: int | None = None  # since the last check; None: the next push needs a whole one
+        self._pushes: int | None = None  # since the last check; None: the next push is checked
         self.metrics: dict[str, float] = {}
+        self.knows_evaluator = False
 
     def reset(self) -> None:
         """Check the next push, because processes were replaced."""
@@ -65,14 +67,18 @@ class ParityGate:
 
     def next_probe(self) -> Probing | None:
         """Return what goes with the next push; None if it is not checked."""
-        whole, freq = self._pushes is None, self._config.trainer.parity_freq
-        self._pushes = 0 if self._pushes is None else self._pushes + 1
-        if not whole and not (freq and self._pushes >= freq):
-            return None
+        freq = self._config.trainer.parity_freq
+        if self._pushes is not None:
+            self._pushes += 1
+            if not freq or self._pushes < freq:
+                return None
         self._pushes = 0
-        prompts = self._prompts if whole else tuple(chain.from_iterable(map(_beginnings, self._prompts)))
-        most = min(MAX_NEW, self._config.data.max_response_length) if whole else 1
-        return Probing(Probe(prompts, most, self._config.actor_rollout_ref.rollout.temperature))
+        return self.new_probe()
+
+    def new_probe(self) -> Probing:
+        """Return what rollout processes sample for a comparison."""
+        most = min(MAX_NEW, self._config.data.max_response_length)
+        return Probing(Probe(self._prompts, most, self._config.actor_rollout_ref.rollout.temperature))
 
     def check(self, probing: Probing, *, version: int) -> None:
         """Compare what every rollout process sampled with the actor.
@@ -162,14 +168,6 @@ def make_parity_gate(config: PPOConfig, tokenizer: Any, actor: Any) -> ParityGat
         logger.info("The rollout %s returns no log-probs, so nothing compares them with the trainer's.", name)
         return None
     return ParityGate(config, tokenizer, actor)
-
-
-def _beginnings(prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return a prompt and its longest beginnings.
-
-    One pass then compares as many tokens as a whole check.
-    """
-    return [prompt[:stop] for stop in range(max(1, len(prompt) - MAX_PREFIXES + 1), len(prompt) + 1)]
 
 
 def _different(found: Sequence[ProbedTokens]) -> list[tuple[tuple[int, ...], ...]]:

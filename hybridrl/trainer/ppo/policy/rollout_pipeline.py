@@ -326,7 +326,15 @@ class RolloutPipeline:
         self._open()
 
     def _open(self) -> None:
-        self.generator.open(self.workers.rollout, resync=self._sync.resend, concurrent=self._concurrent)
+        resync = None if self._sync.resend is None else self._resend
+        self.generator.open(self.workers.rollout, resync=resync, concurrent=self._concurrent)
+
+    def _resend(self, ranks: Sequence[int]) -> None:
+        """Send the current weights to restarted rollout processes; the next push is checked again."""
+        assert self._sync.resend is not None, "the generator calls it only if it was given"
+        self._sync.resend(ranks)
+        if self.gate is not None:
+            self.gate.reset()
 
     # -- snapshot
 

@@ -167,6 +167,14 @@ def test_every_replica_is_checked_also_while_generation_runs_ahead(tmp_path, mod
 
 
 @pytest.mark.slow
+def test_processes_that_only_validate_are_checked_before_their_first_validation(tmp_path, models, ray_cluster, capsys):
+    pools = {"trainer__backend": "ray", "trainer__eval_n_gpus": 1, "trainer__test_freq": 1, "trainer__save_freq": -1}
+    train(tmp_path, models["Qwen2"], **pools, trainer__val_before_train=False)
+    checked = [line for line in capsys.readouterr().err.splitlines() if "Rollout and trainer agree at version" in line]
+    assert [line.split("at version ")[1].split(":")[0] for line in checked] == ["0", "1"]
+
+
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_passes_with_a_mixture_of_experts(tmp_path, models):
     vllm = {"actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__rollout__kv_cache_memory_mb": 16}
