@@ -2,10 +2,14 @@
 
     python -m tests.families > docs/families.md
 
-It measures tiny models of every family on the CPU, in 20 seconds of CPU time.
+It measures tiny models of every family on the CPU, in 20 seconds of CPU time. Two tables take longer, and are measured
+again only with `--vllm` (vllm_cpu.py) and `--speed` (speed.py).
 """
 
+import argparse
+import json
 import math
+import re
 
 import torch
 import torch.distributed as dist
@@ -13,6 +17,7 @@ from transformers.utils import logging
 
 from hybridrl.workers.engine.attention.layer_kinds import LAYERS, words
 from hybridrl.workers.weight_transfer.fingerprint import FLOAT32
+from tests.families import speed, vllm_cpu
 from tests.families.configurations import FAMILIES
 from tests.families.measure import LAYOUTS, Cell, Row, measure_family
 
@@ -58,6 +63,22 @@ A rollout in bfloat16 holds these in float32, and they are pushed to it and hash
 its own dtype, so they are pushed in that. An FSDP engine that computes in bfloat16 rounds parameters for its own
 passes, `A_log` too; buffers keep their bits.
 """
+SPEED = """
+### How slow that is
+
+Tokens per CPU second of an update (`python -m tests.families --speed`): tiny models, one thread, eight rows of 40 to
+240 tokens; 45 % of the padded batch is padding.
+
+| family | padded | packed | packed / padded |
+|---|---|---|---|"""
+VLLM = """
+## vLLM on the CPU
+
+What `python -m tests.families --vllm` saw with vLLM 0.32: a trained model is pushed to the `vllm` rollout, which had
+random weights, and log-probs of what it generates are compared with the engine's in float32. Heads have 32 dimensions.
+
+| family | float32 | bfloat16 |
+|---|---|---|"""
 NOTES = """
 ## What the runs logged
 """
@@ -66,8 +87,8 @@ NOTES = """
 def page() -> str:
     rows = {family: measure_family(family) for family in FAMILIES}
     table = [_line(family, row) for family, row in rows.items()]
-    parts = [BEGINNING, *table, COLUMNS, *_kinds(), KINDS.rstrip(), KEPT, *_kept(), *_notes(rows)]
-    return "\n".join(parts) + "\n"
+    first = [BEGINNING, *table, COLUMNS, *_kinds(), KINDS.rstrip(), SPEED, *_speed()]
+    return "\n".join([*first, VLLM, *_vllm(), KEPT, *_kept(), *_notes(rows)]) + "\n"
 
 
 def _line(family: str, row: Row) -> str:
@@ -88,6 +109,27 @@ def _kinds() -> list[str]:
     return lines + [f"| {layer.words} | `{kind}` | {layer.packed} | {layer.shared} |" for kind, layer in LAYERS.items()]
 
 
+def _speed() -> list[str]:
+    found = json.loads(speed.RESULTS.read_text(encoding="utf-8"))
+    rows = ((family, *found[family]) for family in FAMILIES)
+    return [f"| {family} | {padded:,} | {packed:,} | {packed / padded:.1f} |" for family, padded, packed in rows]
+
+
+def _vllm() -> list[str]:
+    found, lines, reasons = json.loads(vllm_cpu.RESULTS.read_text(encoding="utf-8")), [], []
+    for family in FAMILIES:
+        cells = found[family]
+        lines.append(f"| {family} | {' | '.join(_vllm_cell(cells[dtype]) for dtype in ('float32', 'bfloat16'))} |")
+        for what in ("refused", "failed"):
+            text = cells["float32"].get(what, "").removeprefix("actor_rollout_ref.rollout.name=vllm: ")
+            reasons += [f"* {family}, {what}: {re.split('; use|. Use', text)[0]}"] if text else []
+    return [*lines, "", *reasons] if reasons else lines
+
+
+def _vllm_cell(cell: dict[str, str]) -> str:
+    return cell.get("difference", next(iter(cell)))
+
+
 def _kept() -> list[str]:
     lines = ["| tensors | what they do | held so by |", "|---|---|---|"]
     for row in FLOAT32:
@@ -102,7 +144,15 @@ def _notes(rows: dict[str, Row]) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.families")
+    parser.add_argument("--vllm", action="store_true", help="run every family through vLLM again")
+    parser.add_argument("--speed", action="store_true", help="measure tokens per second again")
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
+    if chosen.vllm:
+        vllm_cpu.measure_all()
+    if chosen.speed:
+        speed.measure_all()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     print(page(), end="")

@@ -195,7 +195,7 @@ def measure_rollout(path: str, engine: FSDPEngine, *, name: str = "hf", dtype: s
     """Push an engine's weights to a rollout that had random ones, generate rows that end, and compare log-probs."""
     cell = Cell()
     with _Notes() as cell.notes:
-        settings = RolloutConfig(dtype=dtype, kv_cache_memory_mb=1, max_num_seqs=16)
+        settings = RolloutConfig(dtype=dtype, kv_cache_memory_mb=16, max_num_seqs=16)
         try:
             rollout = make_rollout(name, RolloutSetup(path, settings, EOS, 0, 12, RESPONSE, load_format="dummy"))
         except ConfigError as error:

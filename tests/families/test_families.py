@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.errors import ConfigError
+from hybridrl.workers.rollout import RolloutSetup
+from hybridrl.workers.rollout.vllm.rollout import VLLMRollout
 from tests.families.__main__ import page
-from tests.families.configurations import FAMILIES
+from tests.families.configurations import EOS, FAMILIES, save_family
 from tests.families.measure import LIMIT, ROLLOUT_LIMITS, measure_family
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -36,6 +40,22 @@ def test_the_page_has_the_words_that_the_command_prints():
 def test_recurrent_layers_that_cannot_continue_compute_rows_apart_and_a_line_says_so():
     [note] = measure_family("Jamba").layouts["shared prefixes"].notes
     assert "has recurrent layers that do not continue from a state (JambaMambaMixer); every row is computed" in note
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("Nemotron-H", "A_log"),
+        ("Falcon-H1", "A_log"),
+        ("Jamba", "A_log"),
+        ("gpt-oss", "attention_sinks"),
+        ("DeepSeek-V3", "latent_attention"),
+    ],
+)
+def test_vllm_is_refused_for_layers_whose_weights_it_would_store_otherwise(family, kind, tmp_path):
+    setup = RolloutSetup(save_family(family, tmp_path), RolloutConfig(name="vllm"), EOS, 0, 12, 12)
+    with pytest.raises(ConfigError, match=rf"\({kind}\): .*vLLM .*; use actor_rollout_ref.rollout.name=hf"):
+        VLLMRollout(setup)
 
 
 def words(text: str) -> list[str]:

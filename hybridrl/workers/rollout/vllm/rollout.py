@@ -10,6 +10,7 @@ inside vLLM is in `worker_extension`.
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields
 from functools import partial
@@ -23,6 +24,7 @@ from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.workers import engine
+from hybridrl.workers.engine.attention.layer_kinds import layer_kinds, words
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
 from hybridrl.workers.images import PictureReader, collapsed
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
@@ -44,6 +46,10 @@ SUPPORTED_VERSIONS = ("0.32",)
 # interface for logits processors.
 REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 EXECUTOR = "hybridrl.workers.rollout.vllm.executor.InWorkerExecutor"  # vLLM imports it; None is its own default
+DIFFERENT = dict.fromkeys(
+    ("attention_sinks", "latent_attention"), "on the CPU vLLM 0.32 holds other numbers than were pushed"
+)
+"""Kinds of layers of models with which a push fails (gpt-oss, DeepSeek-V3), and why."""
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -297,6 +303,11 @@ def _start_engine(setup: RolloutSetup) -> Any:
     try:
         return start()
     except ValueError as error:
+        if reason := next((line for line in str(error).splitlines() if "architecture" in line), None):
+            raise ConfigError(
+                f"{ROLLOUT_KEY}.name=vllm: the installed vLLM does not build {setup.model_path!r}, or lacks a package "
+                f"for it: {re.split(' Supported| .type=', reason)[0].strip()}; use {ROLLOUT_KEY}.name=hf"
+            ) from error
         if "KV cache" not in str(error):
             raise
         key = "kv_cache_memory_mb" if device == "cpu" else "gpu_memory_utilization"
@@ -406,4 +417,12 @@ def _weight_names(setup: RolloutSetup) -> WeightNames:
     auto = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=setup.trust_remote_code)
-    return WeightNames.of(model)
+    names, kinds = WeightNames.of(model), layer_kinds(model) & DIFFERENT.keys()
+    reason = None
+    if any(name.endswith(".D") for name in names.own):  # of Mamba; the gated delta rule has none
+        reason = "recurrent layers of Mamba (A_log): vLLM stores -exp(A_log) instead, so a push could not be verified"
+    elif kinds and torch.device(setup.device).type == "cpu":
+        reason = f"{words(kinds)} ({', '.join(sorted(kinds))}): {DIFFERENT[min(kinds)]}"
+    if reason is not None:
+        raise ConfigError(f"{ROLLOUT_KEY}.name=vllm: {type(model).__name__} has {reason}; use {ROLLOUT_KEY}.name=hf")
+    return names

@@ -167,11 +167,10 @@ def test_every_replica_is_checked_also_while_generation_runs_ahead(tmp_path, mod
 
 
 @pytest.mark.slow
-def test_processes_that_only_validate_are_checked_before_their_first_validation(tmp_path, models, ray_cluster, capsys):
+def test_processes_that_only_validate_are_checked_before_their_first_validation(tmp_path, models, ray_cluster):
     pools = {"trainer__backend": "ray", "trainer__eval_n_gpus": 1, "trainer__test_freq": 1, "trainer__save_freq": -1}
-    train(tmp_path, models["Qwen2"], **pools, trainer__val_before_train=False)
-    checked = [line for line in capsys.readouterr().err.splitlines() if "Rollout and trainer agree at version" in line]
-    assert [line.split("at version ")[1].split(":")[0] for line in checked] == ["0", "1"]
+    rows = train(tmp_path, models["Qwen2"], **pools, trainer__val_before_train=False)
+    assert rows[1]["parity/log_prob_diff_max"] < 1e-5  # of the check after step 1; no push is checked again so soon
 
 
 @pytest.mark.slow
