@@ -30,9 +30,8 @@ from hybridrl.trainer.ppo.columns import COLUMNS, MODEL_INPUT
 from hybridrl.trainer.ppo.metrics import global_seqlen_metrics
 from hybridrl.trainer.ppo.off_policy import staleness_metrics
 from hybridrl.trainer.ppo.policy.generator import Generator
-from hybridrl.trainer.ppo.policy.image_policy import image_processor
 from hybridrl.trainer.ppo.policy.parity_gate import make_parity_gate
-from hybridrl.trainer.ppo.policy.policy_workers import make_policy_workers
+from hybridrl.trainer.ppo.policy.policy_workers import image_processor, make_policy_workers
 from hybridrl.trainer.ppo.policy.remote_evaluator import RemoteEvaluator
 from hybridrl.trainer.ppo.policy.rollout_pipeline import BatchedGenerator, RolloutPipeline
 from hybridrl.trainer.ppo.rewards import (

@@ -1,4 +1,4 @@
-"""`PolicyWorkers`: the worker groups of the policy, and whether its rollout sleeps.
+"""`PolicyWorkers`: the worker groups of the policy, and whether its rollout sleeps. And its image processor.
 
 Actor and rollout are placed in one of two ways:
 
@@ -16,8 +16,11 @@ from typing import Any
 import torch
 
 from hybridrl.config import PPOConfig
+from hybridrl.config.engines import engine_settings
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.workers.images import ImageProcessor, load_processor
+from hybridrl.workers.rollout.base import rollout_class
 
 HYBRID = (Role.ActorRolloutRef, Role.ActorRollout)
 
@@ -75,3 +78,29 @@ def make_policy_workers(groups: Mapping[str, Any], manager: ResourcePoolManager,
     # With a lag, generation in the same process may not be finished when training begins: do not sleep.
     sleep = on_cuda and rollout.free_cache_engine and not trainer.lag and manager.share_a_pool(Role.Actor, Role.Rollout)
     return PolicyWorkers(groups, sleep=sleep, trains=not config.only_generates)
+
+
+def image_processor(config: PPOConfig, tokenizer: Any) -> ImageProcessor | None:
+    """Return the policy's `ImageProcessor`; None for a model that reads text only, or that cannot be read.
+
+    Raises:
+        ConfigError: The model reads images, and a setting names what does not run with it.
+    """
+    policy = config.actor_rollout_ref
+    freezes = "actor_rollout_ref.actor.freeze_vision_tower" if policy.actor.freeze_vision_tower else None
+    found = load_processor(policy.model, tokenizer, config.data, freezes=freezes)
+    for problem in _image_problems(config, found.model_type) if found is not None else ():
+        raise ConfigError(f"{problem}: it does not run with {policy.model.path}, which reads images (docs/images.md)")
+    return found
+
+
+def _image_problems(config: PPOConfig, family: str) -> list[str]:
+    policy = config.actor_rollout_ref
+    rollout = policy.rollout.name
+    problems = {
+        f"actor_rollout_ref.actor.strategy={policy.actor.strategy}": not engine_settings(policy.actor).supports_images,
+        f"actor_rollout_ref.rollout.name={rollout}": family not in rollout_class(rollout).capabilities.images,
+        "reward_model.enable=true": config.reward_model.enable,
+        "distillation.enabled=true": config.distillation.enabled,
+    }
+    return [problem for problem, holds in problems.items() if holds]
