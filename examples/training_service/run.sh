@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tinker's cookbook, as it comes, against hybridrl serve-training: a tiny model learns sums by `math_rl env=arithmetic`.
+# Tinker's cookbook, as it comes, against hybridrl serve-training: `math_rl env=arithmetic` on a tiny model that knows some sums.
 #
 #   CLIENT=.venv-tinker/bin/python bash examples/training_service/run.sh [directory] [arguments of math_rl...]
 # `make environments` makes .venv-tinker: tinker 0.38 and tinker-cookbook 0.6.1. It ends with a picture of the curve.
