@@ -96,8 +96,8 @@ class ModelLane:
 
     def _answer(self, operation: Operation) -> StoredAnswer:
         """Run an operation. One that has failed before has left nothing, and is not run again."""
-        if operation.answer.done() and has_failed(operation.answer.result()):
-            return operation.answer.result()
+        if operation.answer.done() and has_failed(earlier := operation.answer.result(timeout=0)):
+            return earlier
         try:
             body = self._result(operation)
             return body if isinstance(body, StoredAnswer) else StoredAnswer(json.dumps(body).encode())

@@ -1,8 +1,8 @@
-"""`RouteLog`: the experts of each token that vLLM computes, for `rollout.enable_rollout_routing_replay`.
+"""`CapturedRoutes`: the experts of each token that vLLM computes, for `rollout.enable_rollout_routing_replay`.
 
 vLLM returns experts to its users only with its model runner V2, whose sampler has another interface than `RowSampler`.
-Its routers hand them to a capturer with the runner V1, too: `RouteLog` binds vLLM's own capturer, and reads it after
-each step. A token that is computed again, after a preemption, replaces what it had.
+Its routers hand them to a capturer with the runner V1, too: `CapturedRoutes` binds vLLM's own capturer, and reads it
+after each step. A token that is computed again, after a preemption, replaces what it had.
 
 Imported inside vLLM's worker, by `worker_extension`.
 
@@ -26,7 +26,7 @@ RowKey = tuple[int | None, int]
 """Number of a batch of served requests (None: the `generate` call), and the row in it."""
 
 
-class RouteLog:
+class CapturedRoutes:
     """What the routers of vLLM's model chose for each row of the open batches.
 
     Args:

@@ -35,7 +35,7 @@ from hybridrl.workers.rollout.sampling.sampler import (
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.expert_reload import load_weights
 from hybridrl.workers.rollout.vllm.memory_release import release_pages
-from hybridrl.workers.rollout.vllm.route_log import RouteLog
+from hybridrl.workers.rollout.vllm.route_log import CapturedRoutes
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, fingerprint
 
 if current_platform.is_cpu():
@@ -137,7 +137,7 @@ def _request_state(params: EngineParams, _: Any, tokens: list[int]) -> tuple[int
 class RolloutExtension:
     """Methods added to vLLM's worker; the rollout calls them through `LLM.collective_rpc`."""
 
-    _routes: RouteLog | None = None
+    _routes: CapturedRoutes | None = None
 
     device: torch.device  # these four are attributes of vLLM's worker
     model_runner: Any
@@ -146,7 +146,7 @@ class RolloutExtension:
 
     def log_routes(self) -> None:
         """Keep the experts of every token from now on."""
-        self._routes = RouteLog(self.model_runner, self.vllm_config)
+        self._routes = CapturedRoutes(self.model_runner, self.vllm_config)
 
     def routes(self, number: int | None, lengths: dict[int, int]) -> list[np.ndarray] | None:
         """Return the entries of the column of routes of a batch's rows, and forget them; None if they are not kept.
