@@ -1,4 +1,4 @@
-"""What `hybridrl plan` says about a job on this machine, beside what the job then takes: memory, seconds, time left.
+"""The plan of a job on this machine beside the job's memory, seconds and time left.
 
     python benchmarks/plan_against_run.py [key=value ...]     settings of main_ppo, as for `hybridrl plan`
 
@@ -44,7 +44,7 @@ def peak_bytes() -> int:
 
 
 def run(words: list[str], out: str) -> int:
-    """Train with these settings; `out` gets a JSON line with stage, step, seconds and peak for each stage."""
+    """Train with these settings, and write stage, step, seconds and peak as JSON lines to `out`."""
     from hybridrl import main_ppo
     from hybridrl.framework.stage import StageFn, spec_of
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
@@ -81,7 +81,7 @@ def run(words: list[str], out: str) -> int:
 
 
 def measure(words: list[str]) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
-    """Return the stages of a run in a process of its own, and seconds left as said and as they were."""
+    """Run in a child process; return its stages, and seconds left, expected and real."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/stages.jsonl"
         own = [*words, "trainer.backend=local", f"trainer.default_local_dir={folder}/run"]

@@ -1,4 +1,4 @@
-"""Seconds of a push and of a snapshot by size of the model, beside a copy and a hash of the same bytes.
+"""Seconds of a push and of a snapshot by model size, beside a copy and a hash.
 
     python benchmarks/push_snapshot.py [--sizes 4 50 135 500] [--rounds 5] [--threads 2] [--dtype bfloat16]
 
@@ -117,7 +117,7 @@ def works(folder: str, dtype_name: str) -> dict[str, Callable[[], Any]]:
 
 
 def measure(job: dict[str, Any]) -> dict[str, float]:
-    """Return the least seconds of each column, of the wall and with `cpu_` before it of the CPU, in this process."""
+    """Return the least wall seconds of each column; `cpu_` before a name means CPU seconds."""
     import torch
 
     from hybridrl.workers.process_setup import keep_freed_memory

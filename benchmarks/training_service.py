@@ -1,4 +1,4 @@
-"""What the training service costs beside the worker groups that it calls, in one process on the CPU.
+"""The overhead of the training service over its worker groups, in one process on the CPU.
 
     python -m benchmarks.training_service MODEL [--rounds 30]
 
@@ -89,7 +89,7 @@ class HttpClient:
 
 
 def medians(ways: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of CPU of each way, called in turns. The first round is not counted."""
+    """Return the median CPU milliseconds of each way, called in turns after one round."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, call in ways.items():

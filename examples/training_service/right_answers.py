@@ -1,4 +1,4 @@
-"""Print the first checkpoint of a run of supervised fine-tuning that is right in a share of its samples.
+"""Print the first checkpoint of an SFT run whose samples are right often enough.
 
     python -m examples.training_service.right_answers outputs/training_service/sft --least 0.2
 

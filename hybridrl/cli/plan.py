@@ -252,7 +252,7 @@ def read_shape(path: str) -> ModelShape:
 
 
 def tower_line(config: PPOConfig) -> str:
-    """Return a line with the size of a model's vision tower and the tokens of some images, "" for a model of text."""
+    """Return a line about the vision tower and the tokens of images, "" without one."""
     model, limit = config.actor_rollout_ref.model, config.data.max_prompt_length
     shape = read_shape(str(model.path))
     if not shape.tower:

@@ -145,7 +145,7 @@ class _About:
 
     @property
     def length(self) -> int:
-        """The tokens that nearly all rows fit into: all, unless few rows are much longer than the others."""
+        """The tokens of the longest row, but for few that are much longer than the others."""
         lengths = [*map(len, self.rows)] or [1]
         most = int(np.percentile(lengths, PERCENTILE))
         return max(lengths) if max(lengths) <= MAX_EXCESS * most else most

@@ -164,7 +164,7 @@ class ModelLane:
         return {"metrics": metrics, "type": "optim_step"}
 
     def _log_step(self, metrics: Mapping[str, float], lr: float) -> None:
-        """Append a step to the model's curves, which `hybridrl view` shows. A step that runs again is there twice."""
+        """Append a step to the curves of `hybridrl view`; a repeated step is there twice."""
         model, now = self.model, time.time()
         with self._lock:
             num_waiting = sum(1 for _ in model.ledger.waiting())

@@ -333,7 +333,7 @@ class TrainingService:
         executor.notify()
 
     def _least_busy(self) -> int:
-        """Return the number of the replica with the fewest open operations; of several, the next in turn."""
+        """Return the replica with the fewest open operations; of several, the next in turn."""
         busy = [0] * len(self._samplers)
         for (_, _, number), lane in self._sample_lanes.items():
             busy[number] += len(lane.waiting)

@@ -148,7 +148,7 @@ def supervised_words(folder: Path, run: Path, **changes: object) -> list[str]:
 
 
 def log_probs_of_answers(folder: Path, rows: list[dict], answers: list[str]) -> list[torch.Tensor]:
-    """Return the log-probs of the tokens of each answer and its end, by plain transformers, one row at a time."""
+    """Return each answer's log-probs by plain transformers, one row at a time."""
     model = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
     tokenizer, processor = read_processor(str(folder / "model"))
     found = []

@@ -1,4 +1,4 @@
-"""GRPO by `main_ppo`, and by a client's own loop over the service: the same numbers for the same seeds."""
+"""GRPO by `main_ppo` and by a client's loop over the service give the same numbers."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Measure tokens per CPU second of every family's update, padded and packed, with one thread. Not a test file.
+"""Measure tokens per CPU second of every family's update. Not a test file.
 
 `python -m tests.families --speed` writes the results to speed.json, from which the page is printed.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint with a vision tower and a head that predicts several tokens, trained as a model of text."""
+"""Checkpoints with a vision tower and MTP heads, trained as models of text."""
 
 import ast
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Run one family through the `vllm` rollout on the CPU, and print the result as one line of JSON. Not a test file.
+"""Run a family through the `vllm` rollout, and print one line of JSON. Not a test file.
 
     python -m tests.families.vllm_cpu FAMILY [DTYPE]
 

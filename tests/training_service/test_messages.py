@@ -12,7 +12,7 @@ SDK, SDK_PYTHON = "0.38.", "HYBRIDRL_TINKER_PYTHON"
 
 
 def sdk_schema():
-    """The schema in the SDK of another environment. Its module is loaded alone: the SDK itself needs more packages."""
+    """The schema of another environment's SDK, whose module is loaded alone."""
     if (python := os.environ.get(SDK_PYTHON)) is None:
         pytest.skip(f"{SDK_PYTHON} is not set: make environments")
     site = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()

@@ -141,7 +141,7 @@ def _problems(
 
 
 def _write_images(rows: ParquetRows, named: Mapping[str, str]) -> Iterator[str]:
-    """Print how many images the rows have and their sizes; yield what is refused. Every image is decoded."""
+    """Decode every image, print their number and sizes, and yield what is refused."""
     refusals = Refusals()
     if not (column := refusals.value(data.find_column, rows, named.get("image", "images"))):
         yield from refusals.lines()
@@ -269,7 +269,7 @@ def row_tokens(
     limit: int = sys.maxsize,
     images: data.ImageColumn | None = None,
 ) -> Iterator[list[int]]:
-    """Yield the tokens of each row's prompt or conversation, of the first `limit` rows; an image is one text.
+    """Yield the tokens of each row's prompt or conversation; an image is one text.
 
     Raises:
         DataError: A row is no prompt, or the chat template rejects it.

@@ -268,7 +268,7 @@ class AgentLoop(ABC):
             ) from error
 
     def text_of(self, content: Any) -> tuple[str, list[bytes]]:
-        """Return what a tool or an environment says as the text that a chat template gets, and its encoded images.
+        """Return a tool's or an environment's content as text for a chat template, and its images.
 
         Raises:
             DataError: It is neither text nor parts, or has images that the model does not read.

@@ -88,7 +88,7 @@ class Interaction:
 
 
 def sendable(value: Any) -> Any:
-    """Return what a method returned with images of Pillow as parts of a chat message, which JSON can have."""
+    """Return a method's result with Pillow's images as parts of a chat message."""
     if isinstance(value, list | tuple):
         return [sendable(item) for item in value]
     if isinstance(value, dict):

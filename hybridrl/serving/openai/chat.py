@@ -61,7 +61,7 @@ def wants_calls(body: dict) -> bool:
 
 
 def text_or_parts(content: Any, kinds: tuple[str, ...], *, param: str) -> str | list[Any]:
-    """Return a content of another API as that of a chat: its text, or its parts if some are images.
+    """Return another API's content as a chat's: text, or parts if some are images.
 
     Args:
         content: A text, or a list of parts.
@@ -107,7 +107,7 @@ def joined_text(parts: Any, kinds: tuple[str, ...], *, param: str) -> str:
 
 
 def _readable(message: Any, policy: ServedModel) -> dict:
-    """Return the message with its content as one text, also where it came in parts or beside calls.
+    """Return the message with its content as one text.
 
     Its images are beside it, encoded.
     """

@@ -1,4 +1,4 @@
-"""Images of the rows of data files: which column has them, where a text mentions them, and what is refused.
+"""Images of data files' rows: their column, their places in the text, refusals.
 
 The datasets use an `ImageColumn`, in the driver. `workers/images` turns the images into what a model reads. What a data
 file may hold is checked before a run starts: every image is decoded once.
@@ -26,7 +26,7 @@ TRL_COLUMN = "image"
 
 
 class ImageColumn:
-    """The images of the rows of files, for a dataset that tokenizes the rows when it is made.
+    """The images of files' rows, for a dataset that tokenizes in its constructor.
 
     Args:
         rows: The files.
@@ -56,7 +56,7 @@ class ImageColumn:
         return read_images(self._rows, row, self.name, max_images=self.processor.max_images)
 
     def messages(self, row: int, messages: list[dict]) -> list[dict]:
-        """Return the messages of a row as a chat template reads images, and count the tokens of the images.
+        """Return a row's messages as a chat template reads images; count the images' tokens.
 
         Every image is decoded.
         """
@@ -71,7 +71,7 @@ class ImageColumn:
         return found
 
     def check(self, row: int, tokens: Sequence[int], trained: Iterable[int] = ()) -> None:
-        """Raise DataError unless the tokens of a row have one placeholder per image, none of them trained.
+        """Raise DataError unless a row has one placeholder per image, none of them trained.
 
         Args:
             row: A row whose `messages` were asked for.

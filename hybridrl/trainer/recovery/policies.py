@@ -60,7 +60,7 @@ class RetryPolicy:
         work()
 
     def take_snapshot(self, *, force: bool = False) -> None:
-        """Begin a snapshot of this step if one is due. force: one is due, and it is complete on return."""
+        """Begin a snapshot if one is due. force: take one, and return when it is complete."""
 
     def resume(self, snapshot: StepSnapshot) -> None:
         """Bring all roles to the step of a previous driver's snapshot."""
@@ -155,7 +155,7 @@ class ResumeState:
         return wait_for_parts(self.submit_surviving(groups, method) if started is None else started)
 
     def store(self, snapshot: StepSnapshot) -> None:
-        """Keep this snapshot for the next driver, if there will be one. Its ranks may still store their parts."""
+        """Keep this snapshot for a next driver; its ranks may still store their parts."""
 
     def drop_older(self) -> None:
         """Drop the snapshot before the newest one for the next driver: the newest is complete."""

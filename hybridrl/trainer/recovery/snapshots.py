@@ -35,7 +35,7 @@ Stored = tuple[bytes, Mapping[str, Sequence[Any]]]  # the driver's own state, an
 
 
 class SnapshotStore:
-    """The actor. Holds references to two snapshots, and to results since then; the bytes are on other nodes.
+    """The actor with references to two snapshots and later results; bytes are on other nodes.
 
     The newest snapshot counts once all ranks have stored their parts of it. Until then the one before counts.
     """
@@ -121,7 +121,7 @@ class SurvivingState(ResumeState):
     def call_surviving(
         self, groups: Mapping[str, Any], method: str, *, started: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the references when every rank has stored its result. Calls again if the store was lost meanwhile.
+        """Return the references of all ranks' results; call again if the store was lost meanwhile.
 
         Raises:
             ObjectLost: The snapshot store was lost `STORE_ATTEMPTS` times in a row.

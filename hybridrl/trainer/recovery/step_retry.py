@@ -99,7 +99,7 @@ class StepRetry(RetryPolicy):
         self._recoveries, self._seconds, self._snapshot_s = 0, 0.0, 0.0
 
     def __call__(self, fn: StageFn) -> StageFn:
-        """Return `fn` as a stage before which the snapshot is complete, if it may change an engine's state.
+        """Return `fn` as a stage that waits for the snapshot if it may change an engine.
 
         An undeclared stage may. A declared one does if it is not pure and belongs to a trained role.
         """
@@ -154,7 +154,7 @@ class StepRetry(RetryPolicy):
             self._complete()
 
     def _complete(self) -> None:
-        """Wait until every rank has stored its part of the pending snapshot, and count it from now on.
+        """Wait until every rank has stored its part of the pending snapshot, which counts then.
 
         Raises:
             WorkerLost, CallTimeout: A rank did not; the snapshot before it counts.

@@ -56,7 +56,7 @@ def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list
 
 
 def small_copies(batch: DataProto) -> dict[int, list[str]]:
-    """Return row -> small copies of its prompt's images, as data URIs that a page shows; rows without any are absent.
+    """Return row -> small copies of its prompt's images as data URIs, if it has any.
 
     The samples of a prompt share them.
     """

@@ -253,7 +253,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _part(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a whole tensor, as FSDP2 cuts the parameter; it may share memory with it."""
+    """Return this rank's rows of a whole tensor, as FSDP2 cuts it; memory may be shared."""
     if not isinstance(parameter, DTensor):
         return tensor
     parts, rank = tensor.chunk(parameter.device_mesh.size()), parameter.device_mesh.get_local_rank()

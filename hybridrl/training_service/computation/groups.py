@@ -28,7 +28,7 @@ MAX_STARTS = 5  # in a row, of processes that are lost again before they are rea
 
 
 def try_often(start: Callable[[], None]) -> None:
-    """Call a function that starts processes until none of them is lost in it, at most `MAX_STARTS` times."""
+    """Call a function that starts processes again while one is lost, at most `MAX_STARTS` times."""
     for number in range(1, MAX_STARTS + 1):
         try:
             start()

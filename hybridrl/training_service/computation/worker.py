@@ -121,7 +121,7 @@ class TrainingServiceWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, model: str, directory: str, *, with_optimizer: bool, note: str | None = None) -> None:
-        """Write a model's weights into a new directory, with Adam's state if wanted. The first rank writes.
+        """Write a model's weights, and Adam's state if wanted, into a new directory, from rank 0.
 
         Args:
             model: The model.
@@ -159,7 +159,7 @@ class TrainingServiceWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def run_pass(self, model: str, request: Pass) -> tuple[list[np.ndarray], list[float]]:
-        """Run a forward or a forward_backward; return log-probs of the targets, and the loss, of this rank's data.
+        """Run a forward or forward_backward; return log-probs and loss of this rank's data.
 
         Every rank gets the whole pass, and computes the data of `part_of`.
 

@@ -227,7 +227,7 @@ class Ledger:
         self._known[seq_id] = operation
 
     def _recovered(self, seq_id: int, stored: bytes) -> Operation:
-        """Return an operation that runs again; its client gets the first answer, which the next is equal to."""
+        """Return an operation that runs again; its client gets the first of two equal answers."""
         head, _, body = stored.partition(b"\n")
         described = json.loads(head)
         return Operation(seq_id, described["kind"], body, described["digest"])

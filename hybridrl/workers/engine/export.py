@@ -117,7 +117,7 @@ def check_new_directory(directory: str) -> None:
 
 
 def _with_untrained(tensors: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return weights under the names of the model's own files, with those that the text model leaves out."""
+    """Return weights under the model's own names, with those that the text model lacks."""
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 

@@ -86,7 +86,7 @@ def vision_tower(model: Any) -> nn.Module:
 
 
 def num_tower_params(config: Any) -> int:
-    """Return the parameters of the vision tower of the model with this config. Nothing is loaded or drawn."""
+    """Return the number of parameters of a config's vision tower, without loading or drawing."""
     import transformers
 
     with torch.device("meta"):

@@ -52,7 +52,7 @@ def check_model(
 
 
 def safetensors_files(path: str) -> list[Path]:
-    """Return the files with the weights of a model, which is a directory or in the cache of the hub's client."""
+    """Return the weight files of a model, from its directory or the hub's cache."""
     from huggingface_hub import snapshot_download
 
     directory = path if os.path.isdir(path) else snapshot_download(path, local_files_only=True)

@@ -1,4 +1,4 @@
-"""Read an encoded image that anybody may have sent: its size, colours and frames are checked before it is decoded."""
+"""Decode an untrusted image after its size, colours and frames have been checked."""
 
 import io
 from typing import TYPE_CHECKING

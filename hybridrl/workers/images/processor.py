@@ -124,7 +124,7 @@ class ImageProcessor:
 
 
 def expanded(values: np.ndarray, images: RowImages) -> np.ndarray:
-    """Return values of the tokens of a chat template as values of the row's: those of an image repeat its own."""
+    """Return values of a template's tokens as values of the row's; an image's are repeated."""
     numbers = images["image_tokens"]
     repeats = np.ones(len(values), dtype=np.int64)
     repeats[images["image_starts"] - (numbers - 1).cumsum() + numbers - 1] = numbers
@@ -132,7 +132,7 @@ def expanded(values: np.ndarray, images: RowImages) -> np.ndarray:
 
 
 def load_processor(model: Any, tokenizer: Any, data: Any, *, freezes: str | None = None) -> ImageProcessor | None:
-    """Return the image processor of a model; None for one that reads text only, or that cannot be read.
+    """Return a model's image processor; None without images, or if it cannot be read.
 
     Args:
         model: Settings of the model.

@@ -56,7 +56,7 @@ FLOAT32 = (
 
 @dataclass(frozen=True)
 class HeldDtypes:
-    """The dtypes in which a rollout holds the weights of a model: its own, and float32 for some.
+    """The dtypes of a model's weights in a rollout: its own, and float32 for some.
 
     Attributes:
         dtype: Of most weights.

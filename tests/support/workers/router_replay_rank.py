@@ -106,7 +106,7 @@ def gradients_of(name: str, engine) -> dict[str, torch.Tensor]:
 def main(rank: int, num_ranks: int, name: str, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store_{name}_{num_ranks}"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=200))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     if name == "updates":
         rows = all_rows()
         plain = rows.select(non_tensor_batch_keys=[])

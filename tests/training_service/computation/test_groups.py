@@ -18,7 +18,7 @@ OPTIONS = {"backend": "ray", "device": "cpu", "num_threads": 1, "max_rank": 8, "
 
 
 def loop(service):
-    """All numbers that a client sees of a loop that samples, trains on the samples and on given rows."""
+    """The numbers that a client sees of a loop that samples and trains."""
     client, found = ServiceClient(service), []
     model = client.create_model(rank=4, seed=3)
     for step in range(STEPS):

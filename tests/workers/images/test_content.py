@@ -1,4 +1,4 @@
-"""Images in chat messages: every form of one gives the tokens of a data file's row, and what is refused."""
+"""Images in chat messages give the tokens of a data file's row, or are refused."""
 
 import asyncio
 import base64
@@ -52,7 +52,7 @@ def anthropic(seed: int) -> dict[str, Any]:
 
 
 def row_of(policy: ServedModel, *messages: tuple[str, list[int]]) -> tuple[list[int], Any]:
-    """Return the tokens of user turns with pictures before their text, as the dataset of prompts makes them."""
+    """Return the tokens of user turns with pictures, as the prompt dataset makes them."""
     chat = [{"role": "user", "content": "<image>" * len(seeds) + text} for text, seeds in messages]
     images = [picture(seed) for _, seeds in messages for seed in seeds]
     parts = messages_with_images(chat, len(images), "row")

@@ -81,7 +81,7 @@ def make_policy_workers(groups: Mapping[str, Any], manager: ResourcePoolManager,
 
 
 def image_processor(config: PPOConfig, tokenizer: Any) -> ImageProcessor | None:
-    """Return the policy's `ImageProcessor`; None for a model that reads text only, or that cannot be read.
+    """Return the policy's `ImageProcessor`; None without images, or if the model cannot be read.
 
     Raises:
         ConfigError: The model reads images, and a setting names what does not run with it.

@@ -39,7 +39,7 @@ class GivenExperts:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores and numbers of the given experts, or of the router's own where none are given.
+        """Return scores and numbers of the given experts; where none are, the router's own.
 
         A pass that the backward pass recomputes runs twice: without gradients, and later, in the same order of
         micro-batches, with them. The second time it takes what it took the first time.

@@ -103,7 +103,7 @@ def _padded(lists: list[list[int]], width: int, device: torch.device | str) -> t
 
 
 def _penalise(logits: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor, sampling: SamplingParams) -> None:
-    """Apply penalties to logits (N, V) in place, for the tokens of prompts (N, P) and responses (N, T).
+    """Apply penalties to logits (N, V) in place, for prompts (N, P) and responses (N, T).
 
     Changes only the logits of these tokens, so it costs nothing of the vocabulary's size.
     """
@@ -120,7 +120,7 @@ def _penalise(logits: torch.Tensor, prompts: torch.Tensor, responses: torch.Tens
 
 
 def _places(tokens: torch.Tensor, vocab_size: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return row and token, and the column, of each of tokens (N, T) that is in the vocabulary.
+    """Return row, token and column of each of tokens (N, T) in the vocabulary.
 
     A token that a row has several times is there several times: an assignment writes the same value again.
     """

@@ -149,7 +149,7 @@ class RolloutExtension:
         self._routes = CapturedRoutes(self.model_runner, self.vllm_config)
 
     def routes(self, number: int | None, lengths: dict[int, int]) -> list[np.ndarray] | None:
-        """Return the entries of the column of routes of a batch's rows, and forget them; None if they are not kept.
+        """Return a batch's routes, one entry per row, and forget them; None if not kept.
 
         Args:
             number: Of the batch; None: the last `generate` call.

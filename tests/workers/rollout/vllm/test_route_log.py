@@ -24,7 +24,7 @@ SEED = 7
 
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory):
-    """Return `hf` and `vllm` with equal weights; vLLM computes prompts in parts, because a step has 16 tokens."""
+    """Return `hf` and `vllm` with equal weights; vLLM computes prompts in parts of 16 tokens."""
     torch.set_num_threads(1)
     path = save_experts(tmp_path_factory.mktemp("experts"))
     setup, weights = setup_of(path), changed_model(path, seed=1)
