@@ -45,7 +45,7 @@ def by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 def test_forced_routes_give_what_one_process_computes(folder, name, num_ranks):
     module = "tests.support.workers.router_replay_rank"
-    run_ranks(module, num_ranks, name, folder, log=folder / f"{name}.log", timeout_s=500)
+    run_ranks(module, num_ranks, name, folder, log=folder / f"{name}.log", timeout_s=200)
     found = torch.load(folder / f"{name}_{num_ranks}.pt", weights_only=False)
     one, rows = make_engine(str(folder), replays_routes=True, packed=True), all_rows()
     expected = one.forward(rows, MICRO, outputs=("log_probs",))["log_probs"][found["rows"]]
@@ -67,7 +67,7 @@ def test_experts_on_two_ranks_are_those_of_one_after_many_updates(folder):
     """Print the figures: `pytest -s`. With the routers' own choice a near tie may be decided otherwise."""
     module = "tests.support.workers.router_replay_rank"
     for num_ranks in (1, 2):
-        run_ranks(module, num_ranks, "updates", folder, log=folder / f"updates_{num_ranks}.log", timeout_s=500)
+        run_ranks(module, num_ranks, "updates", folder, log=folder / f"updates_{num_ranks}.log", timeout_s=200)
     one, two = (torch.load(folder / f"updates_{num_ranks}.pt") for num_ranks in (1, 2))
     before = by_expert({name: tensor for name, tensor in make_engine(str(folder)).weights()})
     for how in ("own", "replayed"):
