@@ -105,7 +105,7 @@ def measure(words: list[str]) -> tuple[list[dict[str, Any]], list[tuple[float, f
 
 def planned(words: list[str], tokens: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the plan's bytes by moment, and its seconds by stage, for responses of so many tokens."""
-    from hybridrl.cli import plan
+    from hybridrl.cli.plan import PlannedDevice, planned_seconds, read_shape
     from hybridrl.config import PPOConfig, load_config
     from hybridrl.planning.machine import this_machine
     from hybridrl.planning.processes import plan_processes
@@ -114,13 +114,12 @@ def planned(words: list[str], tokens: int) -> tuple[dict[str, float], dict[str, 
     config = load_config(PPOConfig, words, program="plan_against_run", config_name="ppo_trainer")
     assert config is not None, "--cfg is no setting"
     config = replace(config, trainer=replace(config.trainer, backend="local"))
-    [process] = plan_processes(config, read_shape=plan.read_shape, device=here.device, memory=here.memory)
-    costs = plan.PlannedDevice(str(here), here.device, here.memory, is_here=True).costs(config)
+    [process] = plan_processes(config, read_shape=read_shape, device=here.device, memory=here.memory)
+    costs = PlannedDevice(str(here), here.device, here.memory, is_here=True).costs(config)
     assert costs is not None, "the speeds of this machine can be measured"
     print(here)
-    return {moment.name: moment.total for moment in process.moments()}, plan.planned_seconds(
-        config, costs, tokens=tokens
-    )
+    moments = {moment.name: moment.total for moment in process.moments()}
+    return moments, planned_seconds(config, costs, tokens=tokens)
 
 
 def row(name: str, plan: float, found: float, digits: int = 2) -> None:
