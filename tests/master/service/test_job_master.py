@@ -38,8 +38,9 @@ def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
         assert all(0 < left <= total for left, total in beat["capacity"].values())
         with open(f"/proc/{seen['pid']}/maps") as maps:
             assert "libtorch" not in maps.read()  # a master is light
-        call = group.execute_rank_async(0, "doze", 3.0)
-        seen = wait_for(client, lambda seen: seen["beats"]["adder-0"]["doing"] == "adder.doze")
+        call = group.execute_rank_async(0, "doze_until", str(tmp_path / "seen"))
+        seen = wait_for(client, lambda seen: seen["beats"]["adder-0"]["doing"] == "adder.doze_until")
+        (tmp_path / "seen").touch()
         group.fetch([call])
     wait_until_gone(
         client.run, *(worker["pid"] for slot, worker in seen["workers"].items() if slot != "trainer"), seen["pid"]
@@ -54,8 +55,9 @@ def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
 
 def test_a_driver_finds_busy_processes_and_their_work_without_calling_them(tmp_path):
     with monitored_adders(tmp_path, num_ranks=2) as (client, group):
-        counting = group.count.submit(100, 5.0)
+        counting = group.count.submit(100, str(tmp_path / "seen"))
         wait_for(client, lambda seen: str(ask_work()) == "100 of 200 rows")
+        (tmp_path / "seen").touch()
         ray.get([*counting])
         wait_for(client, lambda seen: ask_work() is None)
         busy = [group.execute_rank_async(rank, "doze", 80.0) for rank in range(2)]

@@ -9,8 +9,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
+from hybridrl.data_plane.conversion import TensorDict
 from hybridrl.errors import CallTimeout
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
@@ -56,10 +56,10 @@ class Adder(Worker):
         print(f"err: {words}", file=sys.stderr)
 
     @register(Dispatch.ONE_TO_ALL)
-    def count(self, total: int, seconds: float) -> None:
-        """Report half of the work, and wait."""
+    def count(self, total: int, until: str) -> None:
+        """Report half of the work, and wait for the file `until`."""
         report_work(total // 2, total, "rows")
-        time.sleep(seconds)
+        self.doze_until(until)
 
     def wait_long(self) -> None:
         time.sleep(PEERS_SLEEP_S)
@@ -103,6 +103,13 @@ class Adder(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def doze(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def doze_until(self, until: str) -> None:
+        """Wait for the file `until`: a test sees the call at work, however slow the machine is."""
+        end = time.monotonic() + PEERS_SLEEP_S
+        while not os.path.exists(until) and time.monotonic() < end:
+            time.sleep(0.02)
 
     @register(Dispatch.ONE_TO_ALL, timeout_s=2)
     def sleep_on(self, rank: int) -> None:
