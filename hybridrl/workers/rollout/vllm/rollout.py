@@ -25,7 +25,7 @@ from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.workers import engine
 from hybridrl.workers.engine.attention.layer_kinds import layer_kinds, words
-from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, reads_images
+from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
 from hybridrl.workers.images import PictureReader, collapsed
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.request_engine import RequestEngine
@@ -68,7 +68,7 @@ class VLLMRollout(VersionedRollout):
         requests=True,
         adapters=True,
         tensor_parallel=True,
-        images=frozenset({"qwen2_5_vl"}),
+        images=frozenset(IMAGE_MODELS),
         routes=True,
         sampling=frozenset(SAMPLING),
     )
@@ -423,6 +423,11 @@ def _weight_names(setup: RolloutSetup) -> WeightNames:
         reason = "recurrent layers of Mamba (A_log): vLLM stores -exp(A_log) instead, so a push could not be verified"
     elif kinds and torch.device(setup.device).type == "cpu":
         reason = f"{words(kinds)} ({', '.join(sorted(kinds))}): {DIFFERENT[min(kinds)]}"
+    elif config.model_type == "qwen3_vl" and not config.text_config.rope_parameters.get("mrope_interleaved"):
+        reason = (
+            "no text_config.rope_parameters.mrope_interleaved: transformers and the trainer interleave its positions "
+            "anyway, vLLM would not; set it to true in config.json, as published models have it"
+        )
     if reason is not None:
         raise ConfigError(f"{ROLLOUT_KEY}.name=vllm: {type(model).__name__} has {reason}; use {ROLLOUT_KEY}.name=hf")
     return names
