@@ -84,7 +84,6 @@ def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int, head:
     }
     if family == "qwen3_vl":
         text["head_dim"] = head
-        text["rope_parameters"]["mrope_interleaved"] = True  # vLLM asks; transformers always interleaves this family's
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     else:
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}

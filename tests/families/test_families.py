@@ -12,6 +12,7 @@ from hybridrl.workers.rollout.vllm.rollout import VLLMRollout
 from tests.families.__main__ import page
 from tests.families.configurations import EOS, FAMILIES, save_family
 from tests.families.measure import LIMIT, ROLLOUT_LIMITS, measure_family
+from tests.families.vllm_cpu import measure_apart
 
 pytestmark = pytest.mark.usefixtures("process_group")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -42,20 +43,19 @@ def test_recurrent_layers_that_cannot_continue_compute_rows_apart_and_a_line_say
     assert "has recurrent layers that do not continue from a state (JambaMambaMixer); every row is computed" in note
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        ("Nemotron-H", "A_log"),
-        ("Falcon-H1", "A_log"),
-        ("Jamba", "A_log"),
-        ("gpt-oss", "attention_sinks"),
-        ("DeepSeek-V3", "latent_attention"),
-    ],
-)
-def test_vllm_is_refused_for_layers_whose_weights_it_would_store_otherwise(family, kind, tmp_path):
+@pytest.mark.parametrize("family", ["Nemotron-H", "Falcon-H1", "Jamba"])
+def test_vllm_is_refused_for_layers_whose_weights_it_would_store_otherwise(family, tmp_path):
     setup = RolloutSetup(save_family(family, tmp_path), RolloutConfig(name="vllm"), EOS, 0, 12, 12)
-    with pytest.raises(ConfigError, match=rf"\({kind}\): .*vLLM .*; use actor_rollout_ref.rollout.name=hf"):
+    with pytest.raises(ConfigError, match=r"\(A_log\): .*vLLM .*; use actor_rollout_ref.rollout.name=hf"):
         VLLMRollout(setup)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("family", ["DeepSeek-V3", "gpt-oss"])
+def test_vllm_computes_with_pushed_latent_attention_and_whole_experts(family):
+    assert float(measure_apart(family, "float32")["difference"]) < 1e-5
 
 
 def words(text: str) -> list[str]:

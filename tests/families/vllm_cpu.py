@@ -40,7 +40,7 @@ WIDER: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 32,
 }
 MORE: dict[str, dict[str, Any]] = {
-    "DeepSeek-V3": {"num_key_value_heads": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "topk_method": "noaux_tc"},
+    "DeepSeek-V3": {"num_key_value_heads": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "Bamba": {"mamba_n_heads": 16},
     "Gemma 2": {"tie_word_embeddings": True},
 }

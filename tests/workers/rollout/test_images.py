@@ -1,8 +1,6 @@
 """The `hf` rollout with images, against the trainer's engine and plain transformers."""
 
-import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.config.schema.rollout import RolloutConfig
-from hybridrl.errors import ConfigError, DataError
+from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.requests import Request
@@ -116,17 +114,6 @@ def test_vllm_samples_the_tokens_of_hf_with_its_log_probs_and_forgets_images_aft
     images[0]["image_tokens"] = images[0]["image_tokens"] - 1
     with pytest.raises(DataError, match="its image processor is not that of"):
         vllm.generate(prompts, sampling)
-
-
-@pytest.mark.vllm
-def test_vllm_refuses_a_qwen3_vl_whose_positions_it_would_not_interleave(tmp_path):
-    path = save_tiny(tmp_path, "qwen3_vl", head=32)
-    config = Path(path, "config.json")
-    settings = json.loads(config.read_text())
-    del settings["text_config"]["rope_parameters"]["mrope_interleaved"]
-    config.write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"mrope_interleaved.*set it to true in config\.json.*name=hf"):
-        make_rollout("vllm", RolloutSetup(path, RolloutConfig(name="vllm"), (2,), 0, 64, 12))
 
 
 def test_a_rollout_that_cannot_read_images_refuses_prompts_with_images(models):

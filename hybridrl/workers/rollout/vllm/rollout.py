@@ -24,7 +24,6 @@ from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.workers import engine
-from hybridrl.workers.engine.attention.layer_kinds import layer_kinds, words
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
 from hybridrl.workers.images import PictureReader, collapsed
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
@@ -46,10 +45,11 @@ SUPPORTED_VERSIONS = ("0.32",)
 # interface for logits processors.
 REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 EXECUTOR = "hybridrl.workers.rollout.vllm.executor.InWorkerExecutor"  # vLLM imports it; None is its own default
-DIFFERENT = dict.fromkeys(
-    ("attention_sinks", "latent_attention"), "on the CPU vLLM 0.32 holds other numbers than were pushed"
-)
-"""Kinds of layers of models with which a push fails (gpt-oss, DeepSeek-V3), and why."""
+ASSUMED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "qwen3_vl": {"text_config": {"rope_parameters": {"mrope_interleaved": True}}},
+}
+"""By family: settings that transformers takes for granted, and vLLM reads from `config.json`."""
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -278,6 +278,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
         vllm.LLM,
         model=setup.model_path,
         **_image_options(setup),
+        **_attention_options(setup, device),
         trust_remote_code=setup.trust_remote_code,
         hf_overrides=_overrides(setup),
         generation_config="vllm",  # no sampling defaults from the model's directory
@@ -330,6 +331,12 @@ def _image_options(setup: RolloutSetup) -> dict[str, Any]:
     return {"limit_mm_per_prompt": {"image": setup.max_images, "video": 0}}
 
 
+def _attention_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
+    """Return vLLM's options for attention. On CPUs with AMX its own choice drops weights that the next push needs."""
+    latent = getattr(load_hf_config(setup), "kv_lora_rank", None)
+    return {"attention_backend": "CPU_MLA"} if latent and device == "cpu" else {}
+
+
 def _overrides(setup: RolloutSetup) -> Any:
     """Return vLLM's `hf_overrides`: the user's, and text alone of a model that has more than text.
 
@@ -339,7 +346,7 @@ def _overrides(setup: RolloutSetup) -> Any:
 
     found = load_hf_config(setup)
     if reads_images(found) or found.get_text_config() is found:
-        return dict(setup.override_config)
+        return ASSUMED.get(found.model_type, {}) | dict(setup.override_config)
     text_model: Any = AutoModelForCausalLM._model_mapping[type(found)]
     return partial(_text_config, overrides=dict(setup.override_config), architecture=text_model.__name__)
 
@@ -417,17 +424,10 @@ def _weight_names(setup: RolloutSetup) -> WeightNames:
     auto = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=setup.trust_remote_code)
-    names, kinds = WeightNames.of(model), layer_kinds(model) & DIFFERENT.keys()
-    reason = None
+    names = WeightNames.of(model)
     if any(name.endswith(".D") for name in names.own):  # of Mamba; the gated delta rule has none
-        reason = "recurrent layers of Mamba (A_log): vLLM stores -exp(A_log) instead, so a push could not be verified"
-    elif kinds and torch.device(setup.device).type == "cpu":
-        reason = f"{words(kinds)} ({', '.join(sorted(kinds))}): {DIFFERENT[min(kinds)]}"
-    elif config.model_type == "qwen3_vl" and not config.text_config.rope_parameters.get("mrope_interleaved"):
-        reason = (
-            "no text_config.rope_parameters.mrope_interleaved: transformers and the trainer interleave its positions "
-            "anyway, vLLM would not; set it to true in config.json, as published models have it"
+        raise ConfigError(
+            f"{ROLLOUT_KEY}.name=vllm: {type(model).__name__} has recurrent layers of Mamba (A_log): vLLM stores "
+            f"-exp(A_log) instead, so a push could not be verified; use {ROLLOUT_KEY}.name=hf"
         )
-    if reason is not None:
-        raise ConfigError(f"{ROLLOUT_KEY}.name=vllm: {type(model).__name__} has {reason}; use {ROLLOUT_KEY}.name=hf")
     return names

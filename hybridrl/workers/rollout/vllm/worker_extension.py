@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers import utils as linear_dispatch
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as EngineParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
@@ -33,9 +34,9 @@ from hybridrl.workers.rollout.sampling.sampler import (
     without_tokens,
 )
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
-from hybridrl.workers.rollout.vllm.expert_reload import load_weights
 from hybridrl.workers.rollout.vllm.memory_release import release_pages
 from hybridrl.workers.rollout.vllm.route_log import CapturedRoutes
+from hybridrl.workers.rollout.vllm.weight_loading import load_weights, pushed_parameters
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, fingerprint
 
 if current_platform.is_cpu():
@@ -46,6 +47,15 @@ if current_platform.is_cpu():
         layer.cpu_linear = torch.nn.functional.linear
 
     linear_dispatch.dispatch_cpu_unquantized_gemm = _use_plain_weight
+
+    # vLLM 0.32's kernel rotates only the first head of a query (T,H,D), as that of latent attention is.
+    _rotate_flat = RotaryEmbedding.forward_cpu
+
+    def _rotate(layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        rotate = _rotate_flat if query.ndim == 2 else RotaryEmbedding.forward_native
+        return rotate(layer, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = _rotate  # type: ignore[method-assign, assignment]
 
 
 @dataclass
@@ -170,8 +180,8 @@ class RolloutExtension:
         """Return the fingerprint of the model's parameters, over all ranks of its tensor-parallel group."""
         model = self.model_runner.get_model()
         if self.parallel_config.tensor_parallel_size == 1:
-            return fingerprint(model.named_parameters(), dtype)
-        return sum_over_group(fingerprint(local_shards(model), dtype))
+            return fingerprint(pushed_parameters(model.named_parameters()), dtype)
+        return sum_over_group(fingerprint(pushed_parameters(local_shards(model)), dtype))
 
     def rollout_bytes(self) -> int:
         """Return the bytes of weights and key-value cache."""

@@ -1,9 +1,11 @@
-"""Loads pushed weights into a vLLM model, also into experts, whose weights vLLM stores in the layout of a kernel.
+"""Loads pushed weights into a vLLM model, also where vLLM keeps them in another layout than a checkpoint.
 
 vLLM arranges the weights of experts for its kernel after it has loaded a checkpoint: on the CPU in blocks, on CUDA as
 FlashInfer wants them. A plain copy over them would leave the checkpoint's layout there. The fingerprint, a sum, does
 not see it, and the engine would generate other tokens. vLLM's layerwise reload collects the weights of such a layer,
 arranges them as at the start, and copies the result into the layer's own tensors.
+
+Of latent attention (DeepSeek-V3) vLLM keeps two matrices that it computes from a pushed one. They are computed again.
 
 All other layers keep the checkpoint's layout, and their weights are copied in place. That needs no second copy, and it
 allows the partial pushes of adapters, for which a reload would leave the rest of a fused layer undefined.
@@ -13,15 +15,21 @@ Imported inside vLLM's worker, by `worker_extension`.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
+
+DERIVED = {"W_UV", "W_UK_T"}
+"""Parameters of latent attention that vLLM computes from `kv_b_proj.weight`."""
 
 
 @torch.no_grad()
@@ -35,10 +43,26 @@ def load_weights(model: Any, weights: Iterable[NamedTensor], *, config: VllmConf
         weights: all of the model's, or some; each is valid only until the next one is requested.
         config: the engine's.
     """
-    experts = [layer for layer in model.modules() if isinstance(_method(layer), UnquantizedFusedMoEMethod)]
-    if not experts:
-        model.load_weights(weights)
-        return
+    layers = [*model.modules()]
+    experts = [layer for layer in layers if isinstance(_method(layer), UnquantizedFusedMoEMethod)]
+    if isinstance(model, (DeepseekV2ForCausalLM, GptOssForCausalLM)):
+        weights = _one_by_one(weights, keeps_names=isinstance(model, GptOssForCausalLM))
+    try:
+        _load_experts(model, weights, experts, config) if experts else model.load_weights(weights)
+    finally:
+        for layer in layers:
+            if isinstance(layer, MLAAttention):
+                layer.process_weights_after_loading(cast(torch.dtype, config.model_config.dtype))  # computes DERIVED
+
+
+def pushed_parameters(parameters: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Yield those of vLLM's parameters that a push brings: not the ones that vLLM derives from others."""
+    return ((name, parameter) for name, parameter in parameters if name.rpartition(".")[2] not in DERIVED)
+
+
+def _load_experts(
+    model: Any, weights: Iterable[NamedTensor], experts: list[torch.nn.Module], config: VllmConfig
+) -> None:
     with set_current_vllm_config(config), _rebuilt_kernels(experts):
         for layer in experts:
             initialize_layerwise_reload(layer)
@@ -47,6 +71,33 @@ def load_weights(model: Any, weights: Iterable[NamedTensor], *, config: VllmConf
         finally:  # also after a failed push: the next one must not find half-collected layers
             for layer in experts:
                 finalize_layerwise_reload(layer, config.model_config)
+
+
+def _one_by_one(weights: Iterable[NamedTensor], *, keeps_names: bool) -> Iterator[NamedTensor]:
+    """Yield weights with those of experts (E, ...), which transformers holds together, one expert at a time.
+
+    DeepSeek's loader knows no others. That of gpt-oss would copy the whole ones past the layerwise reload, which would
+    drop them.
+
+    Args:
+        weights: Hugging Face names.
+        keeps_names: As gpt-oss. Otherwise gate and up are apart, under the names of checkpoints.
+    """
+    for name, tensor in weights:
+        layer, _, own = name.rpartition(".experts.")
+        if own.removesuffix("_bias") not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            if keeps_names:
+                parts = {own: expert}
+            elif own == "gate_up_proj":
+                gate, up = expert.chunk(2)
+                parts = {"gate_proj.weight": gate, "up_proj.weight": up}
+            else:
+                parts = {f"{own}.weight": expert}
+            for part, matrix in parts.items():
+                yield f"{layer}.experts.{number}.{part}", matrix
 
 
 @contextmanager
