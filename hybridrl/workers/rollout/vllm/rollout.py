@@ -50,6 +50,8 @@ ASSUMED: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"rope_parameters": {"mrope_interleaved": True}}},
 }
 """By family: settings that transformers takes for granted, and vLLM reads from `config.json`."""
+NOT_BUILT = "architecture|no other way to handle|supported only for"
+"""In vLLM's errors about models that it does not build on this device."""
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -303,8 +305,8 @@ def _start_engine(setup: RolloutSetup) -> Any:
     )
     try:
         return start()
-    except ValueError as error:
-        if reason := next((line for line in str(error).splitlines() if "architecture" in line), None):
+    except (ValueError, NotImplementedError) as error:
+        if reason := next((line for line in str(error).splitlines() if re.search(NOT_BUILT, line)), None):
             raise ConfigError(
                 f"{ROLLOUT_KEY}.name=vllm: the installed vLLM does not build {setup.model_path!r}, or lacks a package "
                 f"for it: {re.split(' Supported| .type=', reason)[0].strip()}; use {ROLLOUT_KEY}.name=hf"
@@ -424,10 +426,4 @@ def _weight_names(setup: RolloutSetup) -> WeightNames:
     auto = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=setup.trust_remote_code)
-    names = WeightNames.of(model)
-    if any(name.endswith(".D") for name in names.own):  # of Mamba; the gated delta rule has none
-        raise ConfigError(
-            f"{ROLLOUT_KEY}.name=vllm: {type(model).__name__} has recurrent layers of Mamba (A_log): vLLM stores "
-            f"-exp(A_log) instead, so a push could not be verified; use {ROLLOUT_KEY}.name=hf"
-        )
-    return names
+    return WeightNames.of(model)

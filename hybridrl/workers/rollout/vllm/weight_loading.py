@@ -26,10 +26,12 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
-from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
+from hybridrl.workers.weight_transfer.fingerprint import Dtypes, NamedTensor, fingerprint
 
 DERIVED = {"W_UV", "W_UK_T"}
 """Parameters of latent attention that vLLM computes from `kv_b_proj.weight`."""
+DECAY = ".A"
+"""Ending of Mamba's parameters -exp(A_log), which vLLM holds in place of `A_log`."""
 
 
 @torch.no_grad()
@@ -53,6 +55,28 @@ def load_weights(model: Any, weights: Iterable[NamedTensor], *, config: VllmConf
         for layer in layers:
             if isinstance(layer, MLAAttention):
                 layer.process_weights_after_loading(cast(torch.dtype, config.model_config.dtype))  # computes DERIVED
+
+
+class PushedDecays:
+    """The decays `A_log` of Mamba's layers as they were pushed.
+
+    A fingerprint of what vLLM holds instead, -exp(A_log), would not be that of the push.
+    """
+
+    def __init__(self) -> None:
+        self._pushed: dict[str, torch.Tensor] = {}
+
+    def noted(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the weights and keep the decays among them."""
+        for name, tensor in weights:
+            if name.endswith(".A_log"):
+                self._pushed[name] = tensor.clone()
+            yield name, tensor
+
+    def fingerprint(self, held: int, dtype: Dtypes) -> int:
+        """Return the fingerprint of the pushed decays if vLLM holds what they make; else `held`, that of its own."""
+        made = [(name, -decay.float().exp()) for name, decay in self._pushed.items()]
+        return fingerprint([*self._pushed.items()], dtype) if fingerprint(made, torch.float32) == held else held
 
 
 def pushed_parameters(parameters: Iterable[NamedTensor]) -> Iterator[NamedTensor]:

@@ -36,7 +36,7 @@ from hybridrl.workers.rollout.sampling.sampler import (
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.memory_release import release_pages
 from hybridrl.workers.rollout.vllm.route_log import CapturedRoutes
-from hybridrl.workers.rollout.vllm.weight_loading import load_weights, pushed_parameters
+from hybridrl.workers.rollout.vllm.weight_loading import DECAY, PushedDecays, load_weights, pushed_parameters
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, fingerprint
 
 if current_platform.is_cpu():
@@ -148,6 +148,7 @@ class RolloutExtension:
     """Methods added to vLLM's worker; the rollout calls them through `LLM.collective_rpc`."""
 
     _routes: CapturedRoutes | None = None
+    _decays: PushedDecays | None = None
 
     device: torch.device  # these four are attributes of vLLM's worker
     model_runner: Any
@@ -174,14 +175,20 @@ class RolloutExtension:
 
     def load_rollout_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load named weights (Hugging Face names) into the model's own tensors."""
-        load_weights(self.model_runner.get_model(), weights, config=self.vllm_config)
+        self._decays = self._decays or PushedDecays()
+        load_weights(self.model_runner.get_model(), self._decays.noted(weights), config=self.vllm_config)
 
     def rollout_fingerprint(self, dtype: Dtypes) -> int:
         """Return the fingerprint of the model's parameters, over all ranks of its tensor-parallel group."""
         model = self.model_runner.get_model()
-        if self.parallel_config.tensor_parallel_size == 1:
-            return fingerprint(pushed_parameters(model.named_parameters()), dtype)
-        return sum_over_group(fingerprint(pushed_parameters(local_shards(model)), dtype))
+        is_whole = self.parallel_config.tensor_parallel_size == 1
+        own = [*pushed_parameters(model.named_parameters() if is_whole else local_shards(model))]
+        parts = [
+            fingerprint([pair for pair in own if not pair[0].endswith(DECAY)], dtype),
+            fingerprint([pair for pair in own if pair[0].endswith(DECAY)], torch.float32),
+        ]
+        others, decays = parts if is_whole else map(sum_over_group, parts)
+        return (others + (self._decays.fingerprint(decays, dtype) if self._decays else decays)) % (1 << 64)
 
     def rollout_bytes(self) -> int:
         """Return the bytes of weights and key-value cache."""
