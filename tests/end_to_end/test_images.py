@@ -310,6 +310,45 @@ def test_agents_train_what_they_sampled_also_after_a_picture_in_the_middle_of_a_
     assert turns == {2.0} if loop == "single_turn_agent" else min(turns) > 2
 
 
+ATTACKED = """
+from dataclasses import replace
+
+from hybridrl.serving.agent_loop import AgentLoop, register_agent_loop
+from tests.support.workers.image_attacks import ATTACKS
+
+LEFT = [data for data, _ in ATTACKS.values()]
+
+@register_agent_loop("sees_an_attack")
+class SeesAnAttack(AgentLoop):
+    "Every second sample of a prompt sees the next attack."
+
+    async def run(self, sampling_params, **row):
+        response = self.respond(row)
+        await response.sample(sampling_params)
+        if row["request"].sample % 2:
+            data = LEFT.pop()
+            response.observe(*self.encode(*self.text_of([{"type": "image", "image": data}])))
+        return replace(response.output(), reward=float(sum(response.ids) % 5))
+"""
+
+
+def test_samples_that_see_an_attack_are_left_out_and_the_run_goes_on(folder, tmp_path):
+    (tmp_path / "loop.py").write_text(ATTACKED)
+    changes = {
+        "actor_rollout_ref__rollout__mode": "async",
+        "actor_rollout_ref__rollout__agent__path": tmp_path / "loop.py",
+        "actor_rollout_ref__rollout__agent__default_agent_loop": "sees_an_attack",
+        "data__train_batch_size": 6,
+        "trainer__total_training_steps": 1,
+        "trainer__val_before_train": False,
+        "trainer__save_freq": -1,
+    }
+    assert main_ppo.main(words(folder, tmp_path / "run", **changes)) == 0
+    [row] = [row for row in metrics(tmp_path / "run") if "actor/grad_norm" in row]
+    assert row["rollout/agent/failures/DataError"] == row["rollout/agent/samples_left_out"] == 12
+    assert row["actor/grad_norm"] > 0
+
+
 def test_a_model_of_text_has_no_tower_to_freeze(tiny_qwen2, folder, tmp_path, capsys, caplog):
     changes = {"actor_rollout_ref__actor__freeze_vision_tower": True, "actor_rollout_ref__model__path": tiny_qwen2}
     assert main_ppo.main(words(folder, tmp_path / "run", **changes)) != 0
