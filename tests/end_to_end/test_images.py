@@ -310,6 +310,43 @@ def test_agents_train_what_they_sampled_also_after_a_picture_in_the_middle_of_a_
     assert turns == {2.0} if loop == "single_turn_agent" else min(turns) > 2
 
 
+@pytest.mark.parametrize("way", ["partial", "tail_batching"])
+def test_parts_of_responses_and_prompts_kept_for_later_keep_their_pictures(folder, tmp_path, way):
+    """Without a learning rate all versions of the weights are equal, so log-probs of old parts are, too."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    own: dict[str, object] = {"algorithm__filter_groups__order": "tail_batching", "data__gen_batch_size": 6}
+    if way == "partial":
+        own = {"trainer__partial_rollout": True, "trainer__lag": 2}
+        own["actor_rollout_ref__rollout__agent__default_agent_loop"] = "looks_again"
+    changes = {
+        "actor_rollout_ref__rollout__mode": "async",
+        "actor_rollout_ref__rollout__agent__path": tmp_path / "loop.py",
+        "actor_rollout_ref__actor__optim__lr": 1e-12,
+        "actor_rollout_ref__actor__calculate_old_log_probs": True,
+        "data__max_response_length": 12,
+        "trainer__total_training_steps": 3,
+        "trainer__save_freq": -1,
+    }
+    assert main_ppo.main(words(folder, tmp_path / "run", **changes, **own)) == 0
+    rows = [row for row in metrics(tmp_path / "run") if "training/rollout_log_probs_diff_max" in row]
+    assert len(rows) == 3 and all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in rows)
+
+
+def test_a_resumed_run_with_pictures_goes_on_as_if_it_had_not_stopped(folder, tmp_path):
+    reward = "def compute_score(solution_str, **_):\n    return float(sum(map(ord, solution_str)) % 5)\n"
+    (tmp_path / "reward.py").write_text(reward)
+    own = {"custom_reward_function__path": tmp_path / "reward.py", "trainer__save_freq": 1, "trainer__test_freq": -1}
+    for name, lengths in (("whole", (2,)), ("resumed", (1, 2))):
+        for steps in lengths:
+            changes = own | {"trainer__total_training_steps": steps}
+            assert main_ppo.main(words(folder, tmp_path / name, **changes)) == 0
+    whole, resumed = (
+        [row["actor/grad_norm"] for row in metrics(tmp_path / name) if "actor/grad_norm" in row]
+        for name in ("whole", "resumed")
+    )
+    assert whole == resumed and len(whole) == 2 and min(whole) > 0
+
+
 ATTACKED = """
 from dataclasses import replace
 
