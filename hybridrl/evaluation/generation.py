@@ -8,14 +8,18 @@ import asyncio
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
+from typing import Any
 
 import pyarrow as pa
 
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.config.schema.data import DataConfig
 from hybridrl.config.schema.generation import GenerationConfig
 from hybridrl.config.schema.rollout import RolloutConfig
+from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.driver.terminal import show
+from hybridrl.errors import ConfigError
 from hybridrl.evaluation.output_files import OutputParts
 from hybridrl.serving.openai.standalone import one_replica, replicas_on_ray
 from hybridrl.serving.replicas import Replicas
@@ -25,7 +29,8 @@ from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import RLHFDataset
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.workers.engine.model_files import check_model
-from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens
+from hybridrl.workers.images import load_processor
+from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, rollout_class
 from hybridrl.workers.rollout.requests import Request
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds
 
@@ -41,13 +46,13 @@ def generate_file(config: GenerationConfig) -> None:
 
     Raises:
         ConfigError: The output exists and was made from something else, or the model cannot be used.
-        DataError: A row is no prompt, or is too long.
+        DataError: A row is no prompt, is too long, or has images that model or rollout do not read.
     """
     model, data = config.model, config.data
     assert model.path is not None and data.output_path is not None  # the check of the settings demands it
     tokenizer = load_tokenizer(model.path, key="model.path", trust_remote_code=model.trust_remote_code)
     check_model(model.path, key="model.path", tokenizer=tokenizer, trust_remote_code=model.trust_remote_code)
-    prompts = RLHFDataset(data.path, tokenizer, _prompt_settings(config))
+    prompts = _load_prompts(config, tokenizer)
     made_from = {name: asdict(getattr(config, name)) for name in ("data", "model", "rollout")}
     del made_from["data"]["output_path"]  # a file that was moved is the same
     made_from["content"] = {"data": hash_files(data.path), "model": hash_files([model.path])}
@@ -65,13 +70,22 @@ def generate_file(config: GenerationConfig) -> None:
     show(f"{data.output_path}: {len(prompts)} rows with {data.n_samples} responses each\n")
 
 
-def _prompt_settings(config: GenerationConfig) -> DataConfig:
-    return DataConfig(
-        prompt_key=config.data.prompt_key,
-        max_prompt_length=config.rollout.prompt_length,
-        truncation=config.data.truncation,
-        apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
-    )
+def _load_prompts(config: GenerationConfig, tokenizer: Any) -> RLHFDataset:
+    """Return the prompts, with the images of a model that reads them."""
+    data, rollout = config.data, config.rollout.name
+    names = {entry.name for entry in fields(DataConfig)}
+    shared = {entry.name: getattr(data, entry.name) for entry in fields(data) if entry.name in names}
+    model = ModelConfig(path=config.model.path, trust_remote_code=config.model.trust_remote_code)
+    processor = load_processor(model, tokenizer, data)
+    settings = DataConfig(**shared, max_prompt_length=config.rollout.prompt_length)
+    prompts = RLHFDataset(data.path, tokenizer, settings, processor)
+    family = "" if processor is None else processor.model_type
+    if prompts.has_images and family not in rollout_class(rollout).capabilities.images:
+        raise ConfigError(
+            f"rollout.name={rollout}: it does not run with images and {model.path} (model_type={family}); use "
+            "rollout.name=hf (docs/images.md)"
+        )
+    return prompts
 
 
 def _replicas(config: GenerationConfig) -> AbstractContextManager[Replicas]:
@@ -98,6 +112,7 @@ def _setup(config: GenerationConfig) -> RolloutSetup:
         max_response_length=chosen.response_length,
         device=config.trainer.device,
         trust_remote_code=model.trust_remote_code,
+        max_images=config.data.max_images_per_prompt,
     )
 
 
@@ -119,16 +134,16 @@ async def _generate(
     room = asyncio.Semaphore(MAX_OPEN)
     async with ReplicaRouter(replicas) as router:
 
-        async def respond(row: int, sample: int) -> str:
-            tokens = tuple(prompts[row]["raw_prompt_ids"])
-            request = Request(f"{row}:{sample}", tokens, sampling, seeds[row], sample=sample)
+        async def respond(row: int, sample: int, prompt: dict[str, Any]) -> str:
+            tokens, images = tuple(prompt["raw_prompt_ids"]), prompt.get(IMAGE_INPUTS)
+            request = Request(f"{row}:{sample}", tokens, sampling, seeds[row], sample=sample, images=images)
             async with room:
                 output = await router.generate(request, conversation=str(row))
             return tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
         for start, end in parts.missing():
-            asked = [respond(row, sample) for row in range(start, end) for sample in range(config.data.n_samples)]
-            texts, num = await asyncio.gather(*asked), config.data.n_samples
+            num, read = config.data.n_samples, [(row, prompts[row]) for row in range(start, end)]
+            texts = await asyncio.gather(*(respond(row, i, prompt) for row, prompt in read for i in range(num)))
             responses = pa.array([texts[i : i + num] for i in range(0, len(texts), num)], pa.list_(pa.string()))
             table = rows.slice(start, end)
             if COLUMN in table.column_names:

@@ -278,7 +278,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
 
     def _without_adapters(self, data: DataProto) -> dict[str, torch.Tensor]:
         """Return `ref_log_prob` (B, R) float32 of the actor's model without its adapters, which chooses its experts."""
-        data = data.select(non_tensor_batch_keys=[])
+        data = data.select(non_tensor_batch_keys=[name for name in data.non_tensor_batch if name != ROUTED_EXPERTS])
         with cast(AdapterEngine, self.actor).adapters_off():
             out = self.actor.forward(data, self._ref_micro(), outputs=("log_probs",))
         return {"ref_log_prob": out["log_probs"]}

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from examples.vision.build_model import build_model
+from examples.vision.build_model import TEXTS, build_model, make_tokenizer
 from examples.vision.make_data import make_rows, swapped
-from hybridrl import main_dpo, main_ppo, main_sft
+from hybridrl import main_distill, main_dpo, main_ppo, main_rm, main_sft
 from hybridrl.cli import export_checkpoint
 from hybridrl.trainer.data.images import messages_with_images
 from hybridrl.trainer.data.row_files import prompt_table, write_table
@@ -37,6 +37,16 @@ def folder(tmp_path_factory) -> Path:
     rows[3]["prompt"] = [{"role": "user", "content": "Which colour ?"}]  # a row without a picture among the others
     write_table(prompt_table(rows), str(path / "train.parquet"))
     return path
+
+
+def save_text_model(folder: Path) -> Path:
+    """Write a model of text that reads the tokens of the model with pictures."""
+    tokenizer = make_tokenizer(TEXTS)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("qwen2", vocab_size=len(tokenizer), num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "text")
+    tokenizer.save_pretrained(folder / "text")
+    return folder / "text"
 
 
 def words(folder: Path, run: Path, **changes: object) -> list[str]:
@@ -93,11 +103,13 @@ def test_a_critic_and_adapters_learn_from_pictures_and_the_tower_of_adapters_sta
         "critic__ppo_micro_batch_size_per_gpu": 4,
         "actor_rollout_ref__model__lora_rank": 4,
         "actor_rollout_ref__model__target_modules": ["all-linear", "visual.qkv"],
+        "algorithm__use_kl_in_reward": True,
     }
     assert main_ppo.main(words(folder, tmp_path / "run", **changes)) == 0
     rows = [row for row in metrics(tmp_path / "run") if "training/rollout_log_probs_diff_max" in row]
     assert len(rows) == 2 and all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in rows)
     assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in rows)
+    assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6), "new adapters are the reference itself"
     export_checkpoint(str(tmp_path / "run" / "global_step_2"), str(tmp_path / "hf"))
     before, after = (
         AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (folder / "model", tmp_path / "hf")
@@ -107,12 +119,44 @@ def test_a_critic_and_adapters_learn_from_pictures_and_the_tower_of_adapters_sta
     assert any(".q_proj." in name for name in changed)
 
 
+@pytest.mark.parametrize("mode", ["k1", "reverse_kl"])
+def test_a_student_with_pictures_that_is_its_own_teacher_has_no_divergence_and_learns_from_another(
+    folder, tmp_path, mode
+):
+    build_model(tmp_path / "other", family="qwen2_5_vl", seed=1)
+    loss, found = "distillation__distillation_loss__", {}
+    for name, teacher in (("itself", folder / "model"), ("other", tmp_path / "other")):
+        changes = {
+            "distillation__teacher_models__teacher_model__model_path": teacher,
+            f"{loss}loss_mode": mode,
+            f"{loss}use_policy_gradient": mode == "k1",
+            "actor_rollout_ref__actor__ppo_mini_batch_size": 4,
+            "trainer__total_training_steps": 1,
+            "trainer__save_freq": -1,
+        }
+        assert main_distill.main(words(folder, tmp_path / name, **changes)) == 0
+        [found[name]] = [row for row in metrics(tmp_path / name) if "distillation/kl" in row]
+    assert abs(found["itself"]["distillation/kl"]) < 1e-6 and found["itself"]["actor/grad_norm"] < 1e-4
+    assert abs(found["other"]["distillation/kl"]) > 1e-4 and found["other"]["actor/grad_norm"] > 1e-3
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
             {"reward_model__enable": True, "reward_model__model__path": "{model}"},
-            "reward_model.enable=true: it does not run with .*, which reads images",
+            "reward_model.enable=true .score with a reward function, .*: it does not run with .*, which reads images",
+        ),
+        (
+            {"algorithm__adv_estimator": "gae", "critic__model__path": "{text}"},
+            "critic.model.path=.*/text: it gets the images .* and reads text only; choose a model of the same family",
+        ),
+        (
+            {
+                "distillation__enabled": True,
+                "distillation__teacher_models__teacher_model__model_path": "{text}",
+            },
+            "teacher_models.teacher_model.model_path=.*/text: it gets the images as .* and reads text only",
         ),
         (
             {"actor_rollout_ref__actor__strategy": "megatron"},
@@ -125,7 +169,8 @@ def test_a_critic_and_adapters_learn_from_pictures_and_the_tower_of_adapters_sta
     ],
 )
 def test_what_does_not_run_with_images_is_refused_by_name(folder, tmp_path, capsys, caplog, changes, message):
-    changes = {name: folder / "model" if value == "{model}" else value for name, value in changes.items()}
+    places = {"{model}": folder / "model", "{text}": save_text_model(folder)}
+    changes = {name: places.get(str(value), value) for name, value in changes.items()}
     assert main_ppo.main(words(folder, tmp_path / "run", **changes)) != 0
     assert re.search(message, capsys.readouterr().err + caplog.text)
 
@@ -203,6 +248,14 @@ def test_preferences_with_pictures_have_the_log_probs_of_plain_transformers(fold
         assert found[name] == pytest.approx(float(torch.stack(sums).mean()), abs=1e-5)
 
 
+def test_training_a_reward_model_with_pictures_is_refused_by_name(folder, tmp_path, capsys):
+    rows = make_rows(4, seed=1, kinds=("colour",))
+    pairs = [{"prompt": row["prompt"], "chosen": "red", "rejected": "one", "images": row["images"]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(pairs), folder / "judged.parquet")
+    assert main_rm.main(supervised_words(folder / "judged.parquet", tmp_path / "run")) == 2
+    assert "row 0 has images in column 'images' (data.image_key), and the model, or" in capsys.readouterr().err
+
+
 LOOP = """
 from dataclasses import replace
 
@@ -255,6 +308,82 @@ def test_agents_train_what_they_sampled_also_after_a_picture_in_the_middle_of_a_
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     turns = {row["rollout/num_turns/mean"] for row in rows}
     assert turns == {2.0} if loop == "single_turn_agent" else min(turns) > 2
+
+
+@pytest.mark.parametrize("way", ["partial", "tail_batching"])
+def test_parts_of_responses_and_prompts_kept_for_later_keep_their_pictures(folder, tmp_path, way):
+    """Without a learning rate all versions of the weights are equal, so log-probs of old parts are, too."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    own: dict[str, object] = {"algorithm__filter_groups__order": "tail_batching", "data__gen_batch_size": 6}
+    if way == "partial":
+        own = {"trainer__partial_rollout": True, "trainer__lag": 2}
+        own["actor_rollout_ref__rollout__agent__default_agent_loop"] = "looks_again"
+    changes = {
+        "actor_rollout_ref__rollout__mode": "async",
+        "actor_rollout_ref__rollout__agent__path": tmp_path / "loop.py",
+        "actor_rollout_ref__actor__optim__lr": 1e-12,
+        "actor_rollout_ref__actor__calculate_old_log_probs": True,
+        "data__max_response_length": 12,
+        "trainer__total_training_steps": 3,
+        "trainer__save_freq": -1,
+    }
+    assert main_ppo.main(words(folder, tmp_path / "run", **changes, **own)) == 0
+    rows = [row for row in metrics(tmp_path / "run") if "training/rollout_log_probs_diff_max" in row]
+    assert len(rows) == 3 and all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in rows)
+
+
+def test_a_resumed_run_with_pictures_goes_on_as_if_it_had_not_stopped(folder, tmp_path):
+    reward = "def compute_score(solution_str, **_):\n    return float(sum(map(ord, solution_str)) % 5)\n"
+    (tmp_path / "reward.py").write_text(reward)
+    own = {"custom_reward_function__path": tmp_path / "reward.py", "trainer__save_freq": 1, "trainer__test_freq": -1}
+    for name, lengths in (("whole", (2,)), ("resumed", (1, 2))):
+        for steps in lengths:
+            changes = own | {"trainer__total_training_steps": steps}
+            assert main_ppo.main(words(folder, tmp_path / name, **changes)) == 0
+    whole, resumed = (
+        [row["actor/grad_norm"] for row in metrics(tmp_path / name) if "actor/grad_norm" in row]
+        for name in ("whole", "resumed")
+    )
+    assert whole == resumed and len(whole) == 2 and min(whole) > 0
+
+
+ATTACKED = """
+from dataclasses import replace
+
+from hybridrl.serving.agent_loop import AgentLoop, register_agent_loop
+from tests.support.workers.image_attacks import ATTACKS
+
+LEFT = [data for data, _ in ATTACKS.values()]
+
+@register_agent_loop("sees_an_attack")
+class SeesAnAttack(AgentLoop):
+    "Every second sample of a prompt sees the next attack."
+
+    async def run(self, sampling_params, **row):
+        response = self.respond(row)
+        await response.sample(sampling_params)
+        if row["request"].sample % 2:
+            data = LEFT.pop()
+            response.observe(*self.encode(*self.text_of([{"type": "image", "image": data}])))
+        return replace(response.output(), reward=float(sum(response.ids) % 5))
+"""
+
+
+def test_samples_that_see_an_attack_are_left_out_and_the_run_goes_on(folder, tmp_path):
+    (tmp_path / "loop.py").write_text(ATTACKED)
+    changes = {
+        "actor_rollout_ref__rollout__mode": "async",
+        "actor_rollout_ref__rollout__agent__path": tmp_path / "loop.py",
+        "actor_rollout_ref__rollout__agent__default_agent_loop": "sees_an_attack",
+        "data__train_batch_size": 6,
+        "trainer__total_training_steps": 1,
+        "trainer__val_before_train": False,
+        "trainer__save_freq": -1,
+    }
+    assert main_ppo.main(words(folder, tmp_path / "run", **changes)) == 0
+    [row] = [row for row in metrics(tmp_path / "run") if "actor/grad_norm" in row]
+    assert row["rollout/agent/failures/DataError"] == row["rollout/agent/samples_left_out"] == 12
+    assert row["actor/grad_norm"] > 0
 
 
 def test_a_model_of_text_has_no_tower_to_freeze(tiny_qwen2, folder, tmp_path, capsys, caplog):

@@ -10,7 +10,9 @@ import pytest
 from hybridrl import main_eval, main_generation
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.output_files import OutputParts
+from hybridrl.trainer.data.row_files import prompt_table, write_table
 from tests.support.end_to_end.runs import write_prompts, write_reward
+from tests.support.workers.image_cases import image_rows, plain_answers, save_tiny
 
 
 def words(folder: Path, model: Path, **changes: object) -> list[str]:
@@ -62,6 +64,18 @@ def test_a_repeated_command_generates_only_what_is_missing(generated, tmp_path, 
     assert main_generation.main(arguments) == 0 and "is complete already" in capsys.readouterr().out
     assert main_generation.main([*arguments, "rollout.response_length=7"]) == 2
     assert "was made with other settings, data or model" in capsys.readouterr().err
+
+
+def test_a_model_that_reads_images_answers_as_plain_transformers_does(tmp_path, capsys):
+    model, rows = save_tiny(tmp_path, "qwen3_vl"), image_rows(6)
+    write_table(prompt_table(rows), str(tmp_path / "prompts.parquet"))
+    settings = words(tmp_path, model, data__n_samples=1, rollout__temperature=0)
+    assert main_generation.main(settings) == 0
+    answers = pq.read_table(tmp_path / "out" / "responses.parquet")["responses"].to_pylist()
+    assert answers == [[answer] for answer in plain_answers(model, rows, length=6)]
+    assert len({answer for [answer] in answers[:5]}) > 1, "one question with five pictures"
+    assert main_generation.main([*settings, "rollout.name=vllm", "data.batch_size=3"]) == 2
+    assert "rollout.name=vllm: it does not run with images" in capsys.readouterr().err
 
 
 def test_parts_of_another_output_are_refused(tmp_path):

@@ -1,13 +1,17 @@
 """The page in a real browser: every view shows its data and runs no script of a sample."""
 
 import asyncio
+import base64
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.support.browser import Page, find_browser, open_page
 from tests.support.view.run_files import (
@@ -51,6 +55,20 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(run) -> Iterator[str]:
+    with served(run) as found:
+        yield found
+
+
+def jpeg(width: int, height: int) -> str:
+    """Return a picture as samples keep it."""
+    with io.BytesIO() as stream:
+        Image.new("RGB", (width, height), "red").save(stream, "JPEG")
+        return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+@contextmanager
+def served(run: Path) -> Iterator[str]:
+    """Return the address of the page of a run."""
     command = [sys.executable, "-m", "hybridrl.cli", "view", str(run), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as program:
         assert program.stdout is not None
@@ -100,6 +118,23 @@ def test_a_sample_is_text_and_its_tokens_have_colours(address):
         assert positive.startswith("rgba(235") and negative.startswith("rgba(52")
 
     look(address, "samples", visit)
+
+
+def test_pictures_of_a_prompt_keep_their_form_and_small_ones_are_enlarged(tmp_path):
+    path = tmp_path / "seen"
+    write_metrics(path, range(1, 3), **{"critic/score/mean": 0.5})
+    write_samples(
+        path, 1, [sample(1, 0) | {"images": [jpeg(8, 8), jpeg(256, 4), jpeg(256, 192), "http://localhost/x"]}]
+    )
+
+    async def visit(page: Page) -> None:
+        await page.until("[...document.querySelectorAll('.sample img')].every(e => e.complete && e.naturalWidth)")
+        sizes = "[...document.querySelectorAll('.sample img')].map(e => [e.clientWidth, e.clientHeight])"
+        await page.until(f"{sizes}[0]?.[1] === 64")
+        assert await page.value(sizes) == [[64, 64], [256, 4], [213, 160]]
+
+    with served(path) as address:
+        look(address, "samples", visit)
 
 
 def test_turns_of_policy_and_environment_are_apart_and_name_the_calls(address):

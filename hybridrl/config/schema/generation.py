@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.config.fields import MAX_NODES, MAX_SEED, MAX_SLOTS, section, setting
-from hybridrl.config.schema.data import FILES
+from hybridrl.config.schema.data import FILES, ImageDataConfig
 from hybridrl.config.schema.ppo import CustomRewardConfig
 
 
@@ -26,7 +26,7 @@ class GenerationTrainerConfig:
 
 
 @dataclass(frozen=True)
-class GenerationDataConfig:
+class GenerationDataConfig(ImageDataConfig):
     path: list[str] = setting([], f"Prompts {FILES}")
     prompt_key: str = setting("prompt", "Column with the prompt: a string or a list of chat messages.")
     n_samples: int = setting(1, "Responses per prompt.", ge=1)

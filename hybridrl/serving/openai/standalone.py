@@ -77,7 +77,7 @@ class StandaloneModel:
         return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
 
     def _length(self) -> int:
-        limit = getattr(self._config(), "max_position_embeddings", None)
+        limit = getattr(self._config().get_text_config(), "max_position_embeddings", None)
         if self.max_length is None:
             return min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
         if self.max_length < 2 or (limit is not None and self.max_length > limit):

@@ -101,9 +101,15 @@ function sampleCard(run, sample, followPrompt) {
     el("button", { onclick: () => followPrompt(sample) }, "follow this prompt"));
   const truth = sample.gts === null || sample.gts === undefined ? [] : [el("dt", {}, "truth"), el("dd", {}, String(sample.gts))];
   const pictures = (sample.images ?? []).filter((uri) => uri.startsWith("data:image/jpeg;base64,"));
-  const shown = pictures.length ? [el("dt", {}, "images"), el("dd", {}, pictures.map((src) => el("img", { src, alt: "image of the prompt" })))] : [];
+  const shown = pictures.length ? [el("dt", {}, "images"), el("dd", { className: "images" }, pictures.map(pictureOf))] : [];
   return el("article", { className: "card sample" }, head,
     el("dl", {}, shown, el("dt", {}, "prompt"), el("dd", {}, sample.input ?? ""), el("dt", {}, "answer"), answer, truth));
+}
+
+/** Return a picture of a prompt; one of few pixels is enlarged. */
+function pictureOf(src) {
+  const onload = ({ target }) => target.classList.toggle("tiny", Math.max(target.naturalWidth, target.naturalHeight) < 64);
+  return el("img", { src, onload, alt: "image of the prompt" });
 }
 
 async function showTokens(run, sample, answer, button) {

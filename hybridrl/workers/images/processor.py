@@ -74,6 +74,12 @@ class ImageProcessor:
             raise ConfigError(f"the chat template writes {text[:80]!r} for an image, and not one {self.token}")
         return text
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """Return what two models must have in common to read the same patches and tokens."""
+        names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+        return {"image_token_id": self.token_id} | {name: getattr(self._processor, name, None) for name in names}
+
     @staticmethod
     def blank(side: int) -> "Image.Image":
         """Return a black image with sides of this many pixels."""

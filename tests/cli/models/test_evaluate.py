@@ -9,7 +9,12 @@ from hybridrl.cli.models.evaluate import default_length, run_settings
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.evaluation.estimates import grouped
 from hybridrl.main_ppo import worker_classes
-from tests.support.end_to_end.runs import settings
+from hybridrl.serving.openai.standalone import StandaloneModel
+from hybridrl.trainer.data.row_files import prompt_table, write_table
+from hybridrl.workers.rollout import make_rollout
+from tests.support.end_to_end.runs import settings, write_reward
+from tests.support.serving.site import Site
+from tests.support.workers.image_cases import image_rows, plain_answers, read_processor, save_tiny
 
 
 def test_a_model_is_evaluated_with_all_samples_kept(tmp_path, tiny_qwen2, monkeypatch, capsys):
@@ -55,6 +60,22 @@ def test_the_same_model_behind_an_endpoint_gives_the_same_samples(tmp_path, tiny
     assert found[url] == found[str(tiny_qwen2)] and len(found[url]) == 5
     shown = capsys.readouterr().out
     assert f"model: tiny at {url}" in shown and "openai/gsm8k: 5 prompts, 5 samples" in shown
+
+
+def test_a_model_that_reads_images_answers_as_plain_transformers_does_also_behind_an_endpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, rows = save_tiny(tmp_path, "qwen2_5_vl"), image_rows(5)
+    write_table(prompt_table(rows), str(tmp_path / "pictures.parquet"))
+    model = StandaloneModel(path, "tiny", read_processor(path)[0], device="cpu")
+    site = Site(make_rollout("hf", model.setup()), model.served())
+    assert site.served.max_length == 512, "positions of the text part"
+    own = ["data.max_response_length=6", f"custom_reward_function.path={write_reward(tmp_path / 'reward.py')}"]
+    for place, name in ((path, "model"), (f"http://127.0.0.1:{site.endpoint.port}/v1", "site")):
+        assert cli.main(["eval", "pictures.parquet", place, "--output", name, *own]) == 0
+        found = [json.loads(line) for line in (tmp_path / name / "samples" / "0.jsonl").read_text().splitlines()]
+        answers = {row["gts"]: row["output"] for row in found}
+        assert [answers[row["ground_truth"]] for row in rows] == plain_answers(path, rows, length=6)
+    site.close()
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 from examples.vision.build_model import build_model
+from examples.vision.make_data import make_rows
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.images import messages_with_images
-from hybridrl.workers.images import ImageProcessor
+from hybridrl.workers.images import ImageProcessor, decoded_image
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 RESPONSE = 6
@@ -57,6 +58,14 @@ PROMPTS: list[tuple[str, list[tuple[int, int, int]]]] = [
 ]
 
 
+def image_rows(number: int) -> list[dict]:
+    """Return rows of a data file: one question about different pictures, and the last one without a picture."""
+    asked = {"role": "user", "content": "<image>What is it ?"}
+    rows = [row | {"prompt": [asked]} for row in make_rows(number - 1, seed=3, kinds=("colour",))]
+    rows.append({"prompt": [{"role": "user", "content": "no picture"}]})
+    return [row | {"ground_truth": str(i), "data_source": "pictures"} for i, row in enumerate(rows)]
+
+
 def image_batch(path: str, *, prompts: Any = PROMPTS, n: int = 2, seed: int = 0) -> DataProto:
     """Return n responses of random text tokens to each prompt, of unequal lengths, padded on both sides."""
     tokenizer, processor = read_processor(path)
@@ -88,6 +97,28 @@ def image_batch(path: str, *, prompts: Any = PROMPTS, n: int = 2, seed: int = 0)
     }
     column = np.fromiter((inputs for _, inputs in rows), dtype=object, count=len(rows))
     return DataProto.from_dict(tensors, {IMAGE_INPUTS: column})
+
+
+def plain_answers(path: str, rows: list[dict], *, length: int) -> list[str]:
+    """Return greedy answers of plain transformers to rows of a data file, which sample no image tokens."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    (tokenizer, processor), texts = read_processor(path), []
+    for row in rows:
+        images = [decoded_image(image["bytes"], "row") for image in row.get("images") or []]
+        messages = messages_with_images(row["prompt"], len(images), "row")
+        tokens = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        more: dict[str, Any] = {}
+        if images:
+            tokens, inputs = processor(tokens, images)
+            more = {name: torch.from_numpy(inputs[name]) for name in ("pixel_values", "image_grid_thw")}
+            more["mm_token_type_ids"] = torch.from_numpy(tokens == model.config.image_token_id).int()[None]
+        banned = [model.config.image_token_id, model.config.video_token_id]
+        options = {"do_sample": False, "max_new_tokens": length, "suppress_tokens": banned, "attention_mask": None}
+        found = model.generate(torch.from_numpy(tokens)[None], **more, **options)[0, len(tokens) :]
+        texts.append(tokenizer.decode(found, skip_special_tokens=True))
+    return texts
 
 
 def plain_log_probs(model: Any, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:

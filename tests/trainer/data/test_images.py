@@ -1,10 +1,7 @@
 """Prompts with images: their tokens and patches, rows that are refused, and what attackers put into image files."""
 
 import base64
-import io
 import pickle
-import struct
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from hybridrl.trainer.supervised.preference_data import LabelDataset, PairDatase
 from hybridrl.trainer.supervised.sft import SFTDataset
 from hybridrl.workers.images import ImageProcessor, decoded_image
 from tests.support.trainer.letter_tokenizer import letter_tokenizer
+from tests.support.workers.image_attacks import ATTACKS, encoded
 from tests.support.workers.image_cases import TEXTS, build_model, picture, read_processor
 
 CONFIG = DataConfig(max_prompt_length=64)
@@ -38,12 +36,6 @@ CONFIG = DataConfig(max_prompt_length=64)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(build_model(tmp_path_factory.mktemp("model"), texts=TEXTS))
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    with io.BytesIO() as stream:
-        image.save(stream, format=kind, **options)
-        return stream.getvalue()
 
 
 def write(path: Path, *rows: dict) -> str:
@@ -145,36 +137,6 @@ def test_lengths_are_counted_with_the_tokens_of_images_which_are_never_cut(tmp_p
         model, tokenizer, options={"max_pixels": 32 * 32}, max_images=8, token_id=processor.token_id
     )
     assert [len(RLHFDataset(file, tokenizer, tight, smaller)[i]["raw_prompt_ids"]) for i in range(2)] == [length] * 2
-
-
-def png_of_size(width: int, height: int) -> bytes:
-    """Return a PNG whose header says this size; its data are a few bytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
-    )
-
-
-FRAMES = [picture(i) for i in range(3)]
-ATTACKS = {
-    "a decompression bomb": (png_of_size(30_000, 30_000), "damaged or too large|larger than"),
-    "a smaller bomb": (png_of_size(9_000, 9_000), "9000x9000 pixels is larger than"),
-    "1x1": (encoded(picture(1, width=1, height=1)), "1x1 pixels has a side of fewer than 4"),
-    "20,000x1": (encoded(picture(1, width=20_000, height=1)), "20000x1 pixels has a side of fewer than 4"),
-    "20,000x4": (encoded(picture(1, width=20_000, height=4)), "more than 200 times as long as wide"),
-    "animated": (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "has 3 frames"),
-    "CMYK": (encoded(picture(1).convert("CMYK"), "JPEG"), "colour model CMYK; convert it to RGB"),
-    "truncated": (encoded(picture(1, width=200, height=200))[:4000], "is damaged"),
-    "truncated JPEG": (encoded(picture(1, width=200, height=200), "JPEG")[:4000], "is damaged"),
-    "wrong bytes": (bytes(range(256)), "are no image; formats are PNG"),
-    "nothing": (b"", "an image is b''"),
-    "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>", "are no image; formats are PNG"),
-    "TIFF": (encoded(picture(1), "TIFF"), "are no image; formats are PNG"),
-}
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS, prefix_rows
+from hybridrl.errors import DataError
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.image_model import image_positions, vision_tower
 from tests.support.workers.engine_cases import WHOLE, gradients, make_engine, policy_loss, train, whole_weights
@@ -135,3 +136,9 @@ def test_values_are_those_of_a_head_on_the_states_of_plain_transformers(models, 
         states = plain_values(model, batch)
     found = engine.forward(batch, MicroBatching(max_rows=3), outputs=("values",))["values"]
     torch.testing.assert_close(found, states, atol=1e-5, rtol=0)
+
+
+def test_a_model_of_text_refuses_rows_with_images(models, tiny_qwen2):
+    engine = make_engine(tiny_qwen2, optim=None)
+    with pytest.raises(DataError, match="rows have images, and this model reads text only"):
+        engine.forward(image_batch(models["qwen2_5_vl"]), WHOLE, outputs=("log_probs",))

@@ -87,15 +87,14 @@ def test_vllm_samples_the_tokens_of_hf_with_its_log_probs_and_forgets_images_aft
     prompts, sampling = prompts_of(path), SamplingParams(12, n=2)
     tokenizer, _ = read_processor(path)
     config = RolloutConfig(name="vllm", max_num_seqs=8, kv_cache_memory_mb=64)
-    vllm = make_rollout("vllm", RolloutSetup(path, config, (tokenizer.eos_token_id,), tokenizer.pad_token_id, 64, 12))
-    for push in (False, True):
-        hf = start(path)
-        if push:
-            model = AutoModelForImageTextToText.from_pretrained(path)
-            with torch.no_grad():
-                model.model.visual.patch_embed.proj.weight.mul_(-0.5)
-            for rollout in (vllm, hf):
-                rollout.load_weights(1, ((name, tensor.clone()) for name, tensor in model.state_dict().items()))
+    own = ((tokenizer.eos_token_id,), tokenizer.pad_token_id, 64, 12)
+    vllm = make_rollout("vllm", RolloutSetup(path, config, *own, load_format="dummy"))  # as in a run
+    for version, factor in enumerate((1, -0.5)):
+        hf, model = start(path), AutoModelForImageTextToText.from_pretrained(path)
+        with torch.no_grad():
+            model.model.visual.patch_embed.proj.weight.mul_(factor)
+        for rollout in (vllm, hf):
+            rollout.load_weights(version, ((name, tensor.clone()) for name, tensor in model.state_dict().items()))
         found, expected = (rollout.generate(prompts, sampling).batch for rollout in (vllm, hf))
         assert torch.equal(found["responses"], expected["responses"])
         torch.testing.assert_close(found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)

@@ -11,6 +11,7 @@ A job that only validates a model has `Role.Rollout` alone.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from hybridrl.config import PPOConfig
 from hybridrl.config.engines import engine_settings
 from hybridrl.errors import ConfigError
+from hybridrl.trainer import ppo
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.workers.images import ImageProcessor, load_processor
 from hybridrl.workers.rollout.base import rollout_class
@@ -84,23 +86,39 @@ def image_processor(config: PPOConfig, tokenizer: Any) -> ImageProcessor | None:
     """Return the policy's `ImageProcessor`; None without images, or if the model cannot be read.
 
     Raises:
-        ConfigError: The model reads images, and a setting names what does not run with it.
+        ConfigError: The model reads images, and a setting names what does not run with it, or does not read the same.
     """
     policy = config.actor_rollout_ref
     freezes = "actor_rollout_ref.actor.freeze_vision_tower" if policy.actor.freeze_vision_tower else None
     found = load_processor(policy.model, tokenizer, config.data, freezes=freezes)
-    for problem in _image_problems(config, found.model_type) if found is not None else ():
+    if found is None:
+        return None
+    for problem in _image_problems(config, found.model_type):
         raise ConfigError(f"{problem}: it does not run with {policy.model.path}, which reads images (docs/images.md)")
+    for key, path in _models_of_same_images(config).items():
+        theirs = load_processor(replace(policy.model, path=path, override_config={}), tokenizer, config.data)
+        if theirs is None or theirs.form != found.form:
+            raise ConfigError(
+                f"{key}={path}: it gets the images as {policy.model.path} reads them ({found.form}), and reads "
+                f"{'text only' if theirs is None else theirs.form}; choose a model of the same family"
+            )
     return found
+
+
+def _models_of_same_images(config: PPOConfig) -> dict[str, str]:
+    """Return setting -> path of the models that get the policy's patches."""
+    teachers = config.distillation.teachers() if config.distillation.enabled else {}
+    models = {f"distillation.teacher_models.{key}.model_path": path for key, path in teachers.items()}
+    critic = config.critic.model.path if ppo.uses_critic(config) else None
+    return models if critic is None else models | {"critic.model.path": critic}
 
 
 def _image_problems(config: PPOConfig, family: str) -> list[str]:
     policy = config.actor_rollout_ref
-    rollout = policy.rollout.name
+    rollout, rewards = policy.rollout.name, "score with a reward function, which gets the images in multi_modal_data"
     problems = {
         f"actor_rollout_ref.actor.strategy={policy.actor.strategy}": not engine_settings(policy.actor).supports_images,
         f"actor_rollout_ref.rollout.name={rollout}": family not in rollout_class(rollout).capabilities.images,
-        "reward_model.enable=true": config.reward_model.enable,
-        "distillation.enabled=true": config.distillation.enabled,
+        f"reward_model.enable=true ({rewards})": config.reward_model.enable,
     }
     return [problem for problem, holds in problems.items() if holds]

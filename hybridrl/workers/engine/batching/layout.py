@@ -59,7 +59,8 @@ def token_grid(batch: DataProto, blank: "BlankImage | None" = None) -> TokenGrid
         blank: The blank image of a model that reads images.
 
     Raises:
-        DataError: A response token is padding or has no token before it, so it has no probability.
+        DataError: A response token is padding or has no token before it, so it has no probability. Or a row has
+            images, and the model reads text only.
     """
     input_ids, is_real = batch.batch["input_ids"].cpu(), batch.batch["attention_mask"].cpu().bool()
     is_response = batch.batch.get("response_mask", input_ids[:, :0]).cpu().bool()
@@ -72,7 +73,10 @@ def token_grid(batch: DataProto, blank: "BlankImage | None" = None) -> TokenGrid
             f"response_mask[{row}, {column}] is 1 but attention_mask has no token there or none before it; "
             "a response token needs both"
         )
-    images = None if blank is None else GridImages(images_of(batch) or [None] * len(batch), blank)
+    rows = images_of(batch) or [None] * len(batch)
+    if blank is None and any(images is not None for images in rows):
+        raise DataError("rows have images, and this model reads text only; give it a model of the policy's family")
+    images = None if blank is None else GridImages(rows, blank)
     return TokenGrid(input_ids, is_real, position, is_response, is_real.sum(-1), images)
 
 

@@ -330,7 +330,8 @@ def _image_options(setup: RolloutSetup) -> dict[str, Any]:
             f"{ROLLOUT_KEY}.name=vllm: {setup.model_path} reads images, for which vLLM needs torchvision; install the "
             "one for your torch, or use rollout.name=hf"
         )
-    return {"limit_mm_per_prompt": {"image": setup.max_images, "video": 0}}
+    # The scale of pixels on the device is a buffer, which `load_format=dummy` draws and no push brings.
+    return {"limit_mm_per_prompt": {"image": setup.max_images, "video": 0}, "mm_device_do_normalize": False}
 
 
 def _attention_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
