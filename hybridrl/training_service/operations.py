@@ -202,6 +202,7 @@ class ModelLane:
 
     def _step(self, body: Mapping[str, Any], _: Operation) -> Mapping[str, Any]:
         options = read_step_options(body.get("adam_params") or body.get("optimizer_params") or {})
+        self.model.published = None
         metrics = self._computation.optimizer_step(self.model.id, options)
         self._log_step(metrics, options.lr)
         return {"metrics": metrics, "type": "optim_step"}
@@ -235,16 +236,20 @@ class ModelLane:
         kind = "save_weights_for_sampler"
         if body.get("path") is not None:
             place, note = self._named(body, operation, "sampler_weights")
-            self._computation.publish(self.model.id, place, note=note)
+            self._publish(place, note)
             return {"path": self._path(place), "type": kind}
         number = body.get("sampling_session_seq_id")
         if type(number) is not int or number < 0:
             raise DataError(f"sampling_session_seq_id={number!r}: {kind} needs it, or a name as path")
         version = self._session.directory / "samplers" / str(number)
-        self._computation.publish(self.model.id, version, note=None)
+        self._publish(version, None)
         with self._lock:
             sampler = self._new_sampler(number, str(version), is_inflight=body.get("kind") == "inflight")
         return {"sampling_session_id": sampler.id, "type": kind}
+
+    def _publish(self, version: Path, note: str | None) -> None:
+        self._computation.publish(self.model.id, version, note=note)
+        self.model.published = str(version)
 
     def _new_sampler(self, number: int, version: str, *, is_inflight: bool) -> Sampler:
         model, session = self.model, self._session

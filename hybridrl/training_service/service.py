@@ -23,7 +23,7 @@ from typing import Any
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.training_service import wire
 from hybridrl.training_service.computation.groups import Computation, try_often
-from hybridrl.training_service.computation.snapshot_sampler import BASE
+from hybridrl.training_service.computation.snapshot_sampler import BASE, TokenScores
 from hybridrl.training_service.computation.weight_files import read_description
 from hybridrl.training_service.executor import JobExecutor
 from hybridrl.training_service.operations import ModelLane
@@ -323,10 +323,19 @@ class TrainingService:
                 del self._sample_lanes[key]
 
             replica = self._computation.replicas[number]
-            self._sample_lanes[key] = SampleLane(tenant, version, replica=replica, lock=self._lock, on_idle=remove)
+            ask = self._trainers_scores if self._computation.is_shared else None
+            self._sample_lanes[key] = SampleLane(
+                tenant, version, replica=replica, ask_trainers=ask, lock=self._lock, on_idle=remove
+            )
             executor.add(name, self._sample_lanes[key])
         self._sample_lanes[key].add(operation)
         executor.notify()
+
+    def _trainers_scores(self, version: str, tokens: list[int], **wanted: Any) -> TokenScores | None:
+        """Return scores by the trainers, None if no model in their memory has a version's weights now."""
+        with self._lock:
+            found = [lane for lane in self._lanes.values() if lane.is_loaded and lane.model.published == version]
+        return self._computation.scores(found[0].model.id, tokens, **wanted) if found else None
 
     def _least_busy(self) -> int:
         """Return the replica with the fewest open operations; of several, the next in turn."""

@@ -48,10 +48,44 @@ def test_a_model_learns_and_its_samples_follow_the_weights(service):
     np.testing.assert_allclose(after.log_probs(tokens), trained, atol=1e-5)
 
 
+def test_prompt_log_probs_are_the_trainers_while_it_has_the_weights_and_then_the_rollouts(service):
+    client = ServiceClient(service)
+    model, tokens = client.create_model(rank=4), [*range(20, 40)]
+    losses_of(model, 1, steps=1)
+    sampler = model.sampler()
+    body = {
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+        "sampling_params": {"max_tokens": 1},
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": 3,
+        "target_prompt_logprobs": {"data": [[7, -1]] * 19, "dtype": "int64", "shape": [19, 2]},
+    }
+
+    def asked(seq_id):
+        named = body | {"sampling_session_id": sampler.id, "seq_id": seq_id}
+        answer = service.answer(EVERYBODY, service.sample(EVERYBODY, named)[0]).result(60)
+        found = wire.read_message("SampleResponse", answer.body)
+        table = found.topk_prompt_logprobs
+        parts = found.prompt_logprobs, table.logprobs, found.target_prompt_logprobs.dense
+        return [np.frombuffer(part, np.float32) for part in parts], np.frombuffer(table.token_ids, np.int32)
+
+    trained = model.forward([datum(tokens[:-1], tokens[1:])]).log_probs[0]
+    (of_trainer, ids), own = asked(1), service._lanes[model.id].model
+    assert own.published is not None
+    np.testing.assert_array_equal(of_trainer[0][1:], trained)
+    losses_of(model, 2, steps=1)
+    assert own.published is None
+    of_rollout, same_ids = asked(2)
+    for found, expected in zip(of_rollout, of_trainer, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_array_equal(same_ids, ids)
+
+
 def test_the_steps_of_a_model_are_a_run_that_view_shows(service):
     model = ServiceClient(service).create_model(rank=4)
     found = losses_of(model, 1, steps=2)
-    [run] = open_runs([str(service.store.root / "curves")]).values()
+    [run] = open_runs([str(service.store.root)]).values()
     assert run.summary()["step"] == 2
     assert run.metrics.series("train/loss_sum") == ([1, 2], [found[0] + found[1], found[3] + found[4]])
     assert run.metrics.series("train/grad_norm") == ([1, 2], [found[2], found[5]])

@@ -130,6 +130,10 @@ class Computation:
         """Update a model with its gradients; return metrics. Without gradients nothing changes."""
         return self._trainers.execute_all("optimizer_step", model, options)[0]
 
+    def scores(self, model: str, tokens: Sequence[int], **wanted: Any) -> TokenScores:
+        """Return what a model predicts for given tokens, see `TrainingServiceWorker.scores`."""
+        return self._trainers.execute_all("scores", model, tokens, **wanted)[0]
+
     # -- versions for sampling
 
     def publish(self, model: str, version: Path, *, note: str | None) -> None:

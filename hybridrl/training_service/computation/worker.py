@@ -29,10 +29,19 @@ from hybridrl.training_service.computation.adapter_slots import (
     without_optimizer,
 )
 from hybridrl.training_service.computation.losses import LOSSES, TARGETS, check_data, checked_config
-from hybridrl.training_service.computation.rows import LOG_PROBS, ROW, TERMS, arrays_of, rows_of
+from hybridrl.training_service.computation.rows import (
+    LOG_PROBS,
+    ROW,
+    TERMS,
+    TOP,
+    TOP_IDS,
+    TOP_LOG_PROBS,
+    arrays_of,
+    rows_of,
+)
 from hybridrl.training_service.computation.snapshot_sampler import AdapterRollout, SnapshotSampler, TokenScores, Version
 from hybridrl.training_service.computation.weight_files import SavedModel, new_directory, read_model, write_model
-from hybridrl.training_service.wire import Pass
+from hybridrl.training_service.wire import Datum, Pass
 from hybridrl.workers.engine.base import EngineSetup, LoRA, LossFn, MicroBatching, StepOptions
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.engine.peft_format import write_adapter
@@ -43,6 +52,7 @@ from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 NOTE = "note"  # file beside the weights, with what the service wants to know about them
 MAX_SEQUENCES = 64  # generated together
+ONE_ROW = MicroBatching(max_rows=1)
 
 
 @dataclass(frozen=True)
@@ -200,6 +210,22 @@ class TrainingServiceWorker(Worker):
             slot.has_gradients = True
         arrays = arrays_of(found, data)
         return {number: (arrays[row], losses[row]) for row, number in enumerate(numbers)}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def scores(self, model: str, tokens: Sequence[int], *, num_top: int, targets: np.ndarray | None) -> TokenScores:
+        """Return what a model predicts for given tokens at temperature 1, as `AdapterRollout.scores` does."""
+        self._slots.use(model)
+        ids = np.asarray(tokens, np.int64)
+        wanted = ids[1:, None] if targets is None else np.concatenate([ids[1:, None], targets.clip(min=0)], axis=1)
+        rows = rows_of([Datum(ids[:-1], {TARGETS: wanted})], "cross_entropy")
+        outputs: tuple[str, ...] = (LOG_PROBS,)
+        if num_top:
+            rows.batch[TOP] = torch.zeros(1, len(ids) - 1, min(num_top, self._vocabulary))
+            outputs += (TOP_IDS, TOP_LOG_PROBS)
+        found = {name: value[0].numpy() for name, value in self._engine.forward(rows, ONE_ROW, outputs=outputs).items()}
+        top = (found[TOP_IDS].astype(np.int64), found[TOP_LOG_PROBS]) if num_top else None
+        given = None if targets is None else np.where(targets >= 0, found[LOG_PROBS][:, 1:], np.float32(0))
+        return TokenScores(found[LOG_PROBS][:, 0], top, given)
 
     @register(Dispatch.ONE_TO_ALL)
     def optimizer_step(self, model: str, options: StepOptions) -> dict[str, float]:
