@@ -136,9 +136,11 @@ class ModelLane:
             self.model.ledger.finish(operation, answer, has_state=has_state)
 
     def _answer(self, operation: Operation) -> StoredAnswer:
-        """Run an operation. One that has failed before has left nothing, and is not run again."""
-        if operation.answer.done() and has_failed(earlier := operation.answer.result(timeout=0)):
-            return earlier
+        """Run an operation. One that was answered runs again for its gradients only: the store has what others made."""
+        if operation.answer.done():
+            earlier = operation.answer.result(timeout=0)
+            if operation.kind != "forward_backward" or has_failed(earlier):
+                return earlier
         try:
             body = self._result(operation)
             return body if isinstance(body, StoredAnswer) else StoredAnswer(json.dumps(body).encode())

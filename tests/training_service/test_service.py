@@ -122,6 +122,20 @@ def test_models_above_a_keys_limit_take_turns_in_memory_with_the_numbers_of_each
     assert found == expected
 
 
+def test_weights_that_were_deleted_stay_so_when_their_model_comes_back_into_memory(shared):
+    first, other = (ServiceClient(shared, CAROL).create_model(rank=2) for _ in range(2))
+    first.forward_backward([sequence(1)], "cross_entropy")
+    path, sampler = first.save("one"), first.sampler()
+    expected = sampler.log_probs([20, 21, 22])
+    shared.store.delete(path, owner="carol")
+    other.forward([sequence(1)])
+    assert not shared._lanes[first.id].is_loaded
+    assert first.optim_step(learning_rate=LR)["metrics"]["grad_norm:mean"] > 0
+    with pytest.raises(NotFound):
+        shared.store.find(path, owner="carol")
+    np.testing.assert_allclose(sampler.log_probs([20, 21, 22])[1:], expected[1:], atol=1e-5)
+
+
 def test_a_key_without_models_trains_none(computation, tmp_path):
     nobody = Tenant("nobody", max_models=0)
     service = make_service(computation, tmp_path / "store", tenants=Tenants({"tml-nobody-0123456789": nobody}))
@@ -345,11 +359,12 @@ def test_weights_expire_and_can_be_deleted(service):
 # -- tenants
 
 ALICE, BOB = Tenant("alice", max_models=1, max_tokens_in_flight=30, max_storage_mb=0), Tenant("bob")
+CAROL = Tenant("carol", max_models=1)
 
 
 @pytest.fixture
 def shared(computation, tmp_path):
-    tenants = Tenants({"tml-alice-0123456789": ALICE, "tml-bob-0123456789": BOB})
+    tenants = Tenants({"tml-alice-0123456789": ALICE, "tml-bob-0123456789": BOB, "tml-carol-0123456789": CAROL})
     found = make_service(computation, tmp_path / "store", tenants=tenants)
     found.start()
     yield found
