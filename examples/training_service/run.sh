@@ -3,14 +3,17 @@
 #
 #   CLIENT=.venv-tinker/bin/python bash examples/training_service/run.sh [directory] [arguments of math_rl...]
 # `make environments` makes .venv-tinker: tinker 0.38 and tinker-cookbook 0.6.1. It ends with a picture of the curve.
+# A short try, which learns nothing: SFT_STEPS=40 LEAST=0 bash examples/training_service/run.sh DIRECTORY max_steps=20
 set -euo pipefail
 OUT=$(realpath -m "${1:-outputs/training_service}")
 PYTHON=${PYTHON:-python3}
 CLIENT=${CLIENT:-.venv-tinker/bin/python}
 PORT=${PORT:-8010}
+SFT_STEPS=${SFT_STEPS:-2000}
+LEAST=${LEAST:-0.2}
 
 $PYTHON -m examples.training_service.base_model --out "$OUT"
-echo "== supervised fine-tuning: 2000 steps, of which the first checkpoint is taken that is right in 20 % of its samples"
+echo "== supervised fine-tuning: $SFT_STEPS steps, of which the first checkpoint is taken that is right in $LEAST of its samples"
 $PYTHON -m hybridrl.main_sft \
   data.train_files="$OUT/sft_train.parquet" \
   data.val_files="$OUT/sft_val.parquet" \
@@ -21,15 +24,15 @@ $PYTHON -m hybridrl.main_sft \
   optim.lr=3e-3 \
   optim.lr_warmup_steps=50 \
   optim.betas=[0.9,0.95] \
-  trainer.total_training_steps=2000 \
-  trainer.save_freq=200 \
+  trainer.total_training_steps="$SFT_STEPS" \
+  trainer.save_freq="$((SFT_STEPS / 10))" \
   trainer.logger=[console,jsonl] \
   trainer.seed=1 \
   trainer.num_threads=1 \
   trainer.backend=local \
   trainer.default_local_dir="$OUT/sft"
 
-MODEL=$($PYTHON -m examples.training_service.right_answers "$OUT/sft")
+MODEL=$($PYTHON -m examples.training_service.right_answers "$OUT/sft" --least "$LEAST")
 
 echo "== the server, and the cookbook's loop as its client"
 $PYTHON -m hybridrl.cli serve-training "$MODEL" --name "$MODEL" --store "$OUT/store" --port "$PORT" >"$OUT/server.log" &

@@ -38,6 +38,9 @@ RANGES = {  # eps is above 0: unused parts of adapters have neither gradients no
 class ModelLane:
     """The operations of one model.
 
+    A tenant has at most `max_models` models in memory. Another one takes the place of the longest unused, which goes on
+    from its last state with its next operation.
+
     Args:
         model: The model.
         session: Its session, which gets the sampling sessions that the model makes.
@@ -45,7 +48,11 @@ class ModelLane:
         computation: Trains.
         lock: The executor's.
         is_full: Whether the server trains all weights.
-        on_loss: Called with the error when trainers were lost; starts them again, and rewinds all models.
+        peers: The lanes of all models.
+        on_loss: Called with the error when trainers were lost; starts them again, without models.
+
+    Attributes:
+        is_loaded: Whether the trainers have the model, if it was created.
     """
 
     def __init__(
@@ -57,47 +64,83 @@ class ModelLane:
         computation: Computation,
         lock: Any,
         is_full: bool,
+        peers: Mapping[str, "ModelLane"],
         on_loss: Callable[[Exception], None],
     ):
         self.model, self._session, self._store, self._computation = model, session, store, computation
-        self._lock, self._is_full, self._on_loss = lock, is_full, on_loss
-        self.tenant = model.tenant.name
+        self._lock, self._is_full, self._peers, self._on_loss = lock, is_full, peers, on_loss
+        self.tenant, self.is_loaded = model.tenant.name, False
 
     def next_job(self) -> Callable[[], None] | None:
-        operation = None if self.model.broken else self.model.ledger.next()
-        return None if operation is None else lambda: self._run(operation)
+        if self.model.broken or self.model.ledger.next() is None:
+            return None
+        return self._run if self.is_loaded or self._room() is not None else None
 
-    def recover(self, state: Path) -> None:
-        """Load the state that the model had when the last server, or a trainer, ended."""
-        self.model.losses = []
-        self.model.adapter = self._computation.load(self.model.id, state, with_optimizer=True)
+    def _room(self) -> list["ModelLane"] | None:
+        """Return the lanes whose models leave the memory for this one; None if it waits. Called with the lock held."""
+        others = [
+            one for one in self._peers.values() if one.tenant == self.tenant and one.is_loaded and one.model.adapter
+        ]
+        num_leaving = max(0, len(others) + 1 - max(1, self.model.tenant.max_models))
+        can_leave = sorted((one for one in others if one.can_leave), key=lambda one: one.model.last_request)
+        return can_leave[:num_leaving] if len(can_leave) >= num_leaving else None
 
-    def _run(self, operation: Operation) -> None:
-        """Run an operation and store its answer. If it cannot be stored, the model runs nothing more.
+    @property
+    def can_leave(self) -> bool:
+        """Whether the model has nothing to run, or nothing that would run twice: so all models go on in turns."""
+        ledger = self.model.ledger
+        return self.model.broken is not None or ledger.next() is None or ledger.done == ledger.saved
 
-        When trainers were lost, the operations since the last state run again. One that has lost them `MAX_LOSSES`
-        times fails.
+    def _run(self) -> None:
+        """Run the next operation and store its answer. If it cannot be stored, the model runs nothing more.
+
+        A model that is not loaded goes on from its last state, and the operations since then run again. One that has
+        lost trainers `MAX_LOSSES` times fails.
         """
-        state = self.model.ledger.state(operation.seq_id)
+        operation = None
         try:
-            answer = self._answer(operation)
-            has_state = not has_failed(answer) and operation.kind in (*CREATING, "optim_step")
-            if has_state:
-                self._computation.save(self.model.id, state, note=answer.packed(operation.digest).decode())
             with self._lock:
-                self.model.ledger.finish(operation, answer, has_state=has_state)
+                state = None if self.is_loaded else self.model.ledger.rewind()
+                operation = self.model.ledger.next()
+            if not self.is_loaded:
+                self._load_state(state)
+            if operation is not None:
+                self._finish(operation, self._answer(operation))
         except LOST as error:
-            operation.losses += 1
-            if operation.losses >= MAX_LOSSES and not operation.answer.done():
-                operation.answer.set_result(failure(error))
+            if operation is not None:
+                operation.losses += 1
+                if operation.losses >= MAX_LOSSES and not operation.answer.done():
+                    operation.answer.set_result(failure(error))
             self._on_loss(error)
         except Exception as error:
             self._break(error)
 
+    def _load_state(self, state: Path | None) -> None:
+        """Let the trainers have the model's last state. None: it was not created."""
+        with self._lock:
+            leaving = self._room() or []
+        for lane in leaving:
+            self._computation.drop(lane.model.id)
+            lane.is_loaded = False
+        self.model.losses = []
+        if state is not None:
+            self.model.adapter = self._computation.load(self.model.id, state, with_optimizer=True)
+        self.is_loaded = True
+
+    def _finish(self, operation: Operation, answer: StoredAnswer) -> None:
+        has_state = not has_failed(answer) and operation.kind in (*CREATING, "optim_step")
+        if has_state:
+            state = self.model.ledger.state(operation.seq_id)
+            self._computation.save(self.model.id, state, note=answer.packed(operation.digest).decode())
+        with self._lock:
+            self.model.ledger.finish(operation, answer, has_state=has_state)
+
     def _answer(self, operation: Operation) -> StoredAnswer:
-        """Run an operation. One that has failed before has left nothing, and is not run again."""
-        if operation.answer.done() and has_failed(earlier := operation.answer.result(timeout=0)):
-            return earlier
+        """Run an operation. One that was answered runs again for its gradients only: the store has what others made."""
+        if operation.answer.done():
+            earlier = operation.answer.result(timeout=0)
+            if operation.kind != "forward_backward" or has_failed(earlier):
+                return earlier
         try:
             body = self._result(operation)
             return body if isinstance(body, StoredAnswer) else StoredAnswer(json.dumps(body).encode())
@@ -107,9 +150,11 @@ class ModelLane:
             return failure(error)
 
     def _break(self, error: Exception) -> None:
-        logger.error("model %s runs nothing more: its state cannot be stored", self.model.id, exc_info=error)
+        logger.error("model %s runs nothing more: its state cannot be stored or read", self.model.id, exc_info=error)
         with self._lock:
-            self.model.broken = f"the server could not store the model's state ({error}); load its last checkpoint"
+            self.model.broken = (
+                f"the server could not store or read the model's state ({error}); load its last checkpoint"
+            )
             self.model.end(self.model.broken)
 
     def _result(self, operation: Operation) -> StoredAnswer | Mapping[str, Any]:
@@ -159,6 +204,7 @@ class ModelLane:
 
     def _step(self, body: Mapping[str, Any], _: Operation) -> Mapping[str, Any]:
         options = read_step_options(body.get("adam_params") or body.get("optimizer_params") or {})
+        self.model.published = None
         metrics = self._computation.optimizer_step(self.model.id, options)
         self._log_step(metrics, options.lr)
         return {"metrics": metrics, "type": "optim_step"}
@@ -192,16 +238,20 @@ class ModelLane:
         kind = "save_weights_for_sampler"
         if body.get("path") is not None:
             place, note = self._named(body, operation, "sampler_weights")
-            self._computation.publish(self.model.id, place, note=note)
+            self._publish(place, note)
             return {"path": self._path(place), "type": kind}
         number = body.get("sampling_session_seq_id")
         if type(number) is not int or number < 0:
             raise DataError(f"sampling_session_seq_id={number!r}: {kind} needs it, or a name as path")
         version = self._session.directory / "samplers" / str(number)
-        self._computation.publish(self.model.id, version, note=None)
+        self._publish(version, None)
         with self._lock:
             sampler = self._new_sampler(number, str(version), is_inflight=body.get("kind") == "inflight")
         return {"sampling_session_id": sampler.id, "type": kind}
+
+    def _publish(self, version: Path, note: str | None) -> None:
+        self._computation.publish(self.model.id, version, note=note)
+        self.model.published = str(version)
 
     def _new_sampler(self, number: int, version: str, *, is_inflight: bool) -> Sampler:
         model, session = self.model, self._session

@@ -41,6 +41,7 @@ class ServiceOptions:
         max_rank: Highest rank of adapters; 0: all weights are trained.
         max_length: Tokens of a sequence; default: the model's limit, at most `DEFAULT_MAX_LENGTH`.
         keys: File with the tenants' keys.
+        strategy: The trainers' engine: "fsdp", or "megatron", whose trainers are tensor-parallel.
         backend: "local": all in this process. "ray": each trainer and replica is a process.
         trainers: Processes that share each pass and the model's memory.
         replicas: Processes that sample.
@@ -52,6 +53,7 @@ class ServiceOptions:
     max_rank: int = 32
     max_length: int | None = None
     keys: str | None = None
+    strategy: str = "fsdp"
     backend: str = "local"
     trainers: int = 1
     replicas: int = 1
@@ -71,6 +73,8 @@ def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
     """
     if options.max_rank < 0 or options.session_timeout_s <= 0 or options.micro_batch_tokens < 1:
         raise ConfigError("--max-rank must be 0 or more, --session-timeout-s and --micro-batch-tokens above 0")
+    if options.strategy == "megatron" and options.max_rank:
+        raise ConfigError(f"--max-rank={options.max_rank}: --strategy megatron trains all weights; use --max-rank 0")
     num = options.trainers, options.replicas
     if min(num) < 1 or (options.backend == "local" and max(num) > 1):
         raise ConfigError(f"--trainers={num[0]} --replicas={num[1]}: must be 1 or more; above 1 needs --backend ray")
@@ -116,6 +120,8 @@ def _computation(options: ServiceOptions, worker: WorkerSettings) -> Iterator[Co
 def _worker(options: ServiceOptions, path: str, max_length: int) -> WorkerSettings:
     return WorkerSettings(
         path,
+        strategy=options.strategy,
+        num_trainers=options.trainers,
         max_rank=options.max_rank,
         max_length=max_length,
         micro_batch_tokens=options.micro_batch_tokens,

@@ -167,14 +167,25 @@ class SampleLane:
     Args:
         tenant: Whose they are.
         version: Directory of the weights, or "base".
-        replica: Generates.
+        replica: Generates, and computes log-probs of given tokens where the trainers do not.
+        ask_trainers: Returns scores of a prompt by the trainers, or None if they have other weights. On Ray there is
+            none: replicas compute beside the training.
         lock: The executor's.
         on_idle: Called with the lock held when nothing is open any more.
     """
 
-    def __init__(self, tenant: str, version: str, *, replica: Replica, lock: Any, on_idle: Callable[[], None]):
+    def __init__(
+        self,
+        tenant: str,
+        version: str,
+        *,
+        replica: Replica,
+        ask_trainers: Callable[..., TokenScores | None] | None,
+        lock: Any,
+        on_idle: Callable[[], None],
+    ):
         self.tenant, self.version, self._replica, self._lock = tenant, version, replica, lock
-        self._on_idle = on_idle
+        self._ask_trainers, self._on_idle = ask_trainers, on_idle
         self._new: list[SampleOperation] = []
         self._open: dict[int, SampleOperation] = {}  # by id
         self._sent_to, self._num_losses = replica.starts, 0
@@ -259,11 +270,17 @@ class SampleLane:
         wanted = {"temperature": temperature, "num_top": num_top, "targets": targets}
         return self._replica.scores(self.version, tokens, **wanted)
 
+    def _prompt_scores(self, prompt: list[int], num_top: int, targets: np.ndarray | None) -> TokenScores:
+        found = None
+        if self._ask_trainers is not None and len(prompt) > 1:
+            found = self._ask_trainers(self.version, prompt, num_top=num_top, targets=targets)
+        return self._scores(prompt, 1.0, num_top, targets) if found is None else found
+
     def _of_prompt(self, operation: SampleOperation) -> dict[str, Any]:
         """Return what was asked for about the prompt, at temperature 1. Its first token has no log-prob."""
         if not (operation.with_prompt or operation.num_prompt_top or operation.targets is not None):
             return {}
-        scores = self._scores(operation.prompt, 1.0, operation.num_prompt_top, operation.targets)
+        scores = self._prompt_scores(operation.prompt, operation.num_prompt_top, operation.targets)
         log_probs = np.concatenate([[np.nan], scores.log_probs]).astype(np.float32)
         first = 0 if operation.last_n is None else len(log_probs) - operation.last_n
         log_probs[:first] = np.nan

@@ -23,7 +23,8 @@ from typing import Any
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.training_service import wire
 from hybridrl.training_service.computation.groups import Computation, try_often
-from hybridrl.training_service.computation.snapshot_sampler import BASE
+from hybridrl.training_service.computation.snapshot_sampler import BASE, TokenScores
+from hybridrl.training_service.computation.weight_files import read_description
 from hybridrl.training_service.executor import JobExecutor
 from hybridrl.training_service.operations import ModelLane
 from hybridrl.training_service.sampling import SampleLane, SampleOperation, digest_of, read_sample
@@ -35,6 +36,7 @@ from hybridrl.training_service.state.tenants import Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 MAX_SESSIONS = 256  # of a tenant that have not ended
+MAX_MODELS = 256  # of a tenant in open sessions; `max_models` of them are in memory
 MAX_SAMPLERS = 4096  # of a session
 MAX_SAMPLE_ANSWERS = 16384  # of a sampling session that can be fetched
 MAX_NUMBER = 10**9
@@ -91,9 +93,9 @@ class TrainingService:
     def start(self) -> None:
         """Go on with what an earlier server has left, and begin to compute."""
         for session, model in self.table.read(self.tenants):
-            lane = self._add_lane(session, model)
+            self._add_lane(session, model)
             if (state := model.ledger.recover()) is not None:
-                lane.recover(state)
+                model.adapter = read_description(state).adapter
             waiting = sum(1 for _ in model.ledger.waiting())
             logger.info("model %s goes on after operation %d; %d run again", model.id, model.ledger.done, waiting)
         for executor in self._executors():
@@ -108,18 +110,12 @@ class TrainingService:
             executor.stop()
 
     def _restart_trainers(self, error: Exception) -> None:
-        """Start the trainers again, and let all models go on from their last states."""
+        """Start the trainers again. Models go on from their last states with their next operations."""
         logger.warning("%s; the trainers start again, and models go on from their last states", error)
         with self._lock:
-            found = [(lane, lane.model.ledger.rewind()) for lane in self._lanes.values()]
-
-        def start() -> None:
-            self._computation.restart_trainers()
-            for lane, state in found:
-                if state is not None:
-                    lane.recover(state)
-
-        try_often(start)
+            for lane in self._lanes.values():
+                lane.is_loaded = False
+        try_often(self._computation.restart_trainers)
 
     # -- sessions
 
@@ -201,11 +197,11 @@ class TrainingService:
         if body.get("base_model") not in (None, self.settings.base_model):
             return f"base_model={body['base_model']!r}: this server has {self.settings.base_model!r}"
         num_models = sum(len(one.models) for one in self.table.of(tenant) if not one.ended)
-        if num_models >= tenant.max_models:
-            return f"{num_models} models are open, of {tenant.max_models} for this key; finish their sessions"
+        if num_models >= (limit := MAX_MODELS if tenant.max_models else 0):
+            return f"{num_models} models are open, of {limit} for this key; finish their sessions"
         return None
 
-    def _add_lane(self, session: ClientSession, model: TrainedModel) -> ModelLane:
+    def _add_lane(self, session: ClientSession, model: TrainedModel) -> None:
         lane = ModelLane(
             model,
             session,
@@ -213,11 +209,11 @@ class TrainingService:
             computation=self._computation,
             lock=self._lock,
             is_full=self.settings.max_rank == 0,
+            peers=self._lanes,
             on_loss=self._restart_trainers,
         )
         self._lanes[model.id] = lane
         self._executor.add(model.id, lane)
-        return lane
 
     def submit(self, tenant: Tenant, kind: str, model_id: Any, *, seq_id: Any, body: bytes, num_tokens: int = 0) -> str:
         """Take an operation of a model, and return the id of the request.
@@ -327,10 +323,19 @@ class TrainingService:
                 del self._sample_lanes[key]
 
             replica = self._computation.replicas[number]
-            self._sample_lanes[key] = SampleLane(tenant, version, replica=replica, lock=self._lock, on_idle=remove)
+            ask = self._trainers_scores if self._computation.is_shared else None
+            self._sample_lanes[key] = SampleLane(
+                tenant, version, replica=replica, ask_trainers=ask, lock=self._lock, on_idle=remove
+            )
             executor.add(name, self._sample_lanes[key])
         self._sample_lanes[key].add(operation)
         executor.notify()
+
+    def _trainers_scores(self, version: str, tokens: list[int], **wanted: Any) -> TokenScores | None:
+        """Return scores by the trainers, None if no model in their memory has a version's weights now."""
+        with self._lock:
+            found = [lane for lane in self._lanes.values() if lane.is_loaded and lane.model.published == version]
+        return self._computation.scores(found[0].model.id, tokens, **wanted) if found else None
 
     def _least_busy(self) -> int:
         """Return the replica with the fewest open operations; of several, the next in turn."""

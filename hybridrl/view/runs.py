@@ -23,6 +23,7 @@ from hybridrl.view.readers.storage import Folder, parsed
 from hybridrl.view.readers.timeline import TimelineReader
 
 RUN_FILES = {METRICS_FILE, SETTINGS_FILE, COMMAND_FILE, LEDGER_FILE, LOCK_FILE}  # one of them makes a directory a run
+CURVES = "curves"  # directory of a training service's store with a run for each model
 MAX_RUNS = 100
 
 
@@ -104,6 +105,9 @@ def _runs_at(path: str) -> list[Folder]:
         raise ConfigError(
             f"{path}: cannot be opened ({error}); name a directory, or a URL that fsspec knows"
         ) from error
+    if CURVES in names:
+        folder = folder.below(CURVES)
+        names = folder.names()
     if RUN_FILES.intersection(names):
         return [folder]
     found = [below for name in sorted(names) if RUN_FILES.intersection((below := folder.below(name)).names())]

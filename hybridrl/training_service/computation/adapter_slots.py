@@ -55,7 +55,8 @@ class TrainedLayers:
 class ModelSlot:
     """This rank's part of a model.
 
-    `tensors` and `gradients` by name, `moments` by "NAME.exp_avg" and so on.
+    `tensors` and `gradients` by name, `moments` by "NAME.exp_avg" and so on. `has_gradients`: A pass has run since the
+    last step.
     """
 
     adapter: TrainedLayers
@@ -64,6 +65,7 @@ class ModelSlot:
     steps: Tensors = field(default_factory=dict)
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     num_updates: int = 0
+    has_gradients: bool = False
 
 
 class SlotTable:
@@ -156,7 +158,7 @@ class SlotTable:
         slot = self._slots[self._active]
         for name, parameter in self._parameters.items():
             slot.tensors[name].copy_(_local(parameter))
-            slot.gradients[name], parameter.grad = parameter.grad, None
+            slot.gradients[name] = self._take_gradient(parameter)
             state = self._optimizer.state[parameter]
             slot.steps[name] = state["step"].clone()
             for moment in MOMENTS:
@@ -169,7 +171,7 @@ class SlotTable:
     def _put_in(self, slot: ModelSlot) -> None:
         for name, parameter in self._parameters.items():
             _local(parameter).copy_(slot.tensors[name])
-            parameter.grad = slot.gradients.get(name)
+            self._put_gradient(parameter, slot.gradients.get(name))
             state = self._optimizer.state[parameter]
             state["step"].copy_(slot.steps.get(name, torch.zeros(())))
             for moment in MOMENTS:
@@ -178,6 +180,13 @@ class SlotTable:
         self._engine.num_updates = slot.num_updates
         for _, module in self._layers():
             module.scale = ALPHA / slot.adapter.rank
+
+    def _take_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
+
+    def _put_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        parameter.grad = gradient
 
     def drop(self, name: str) -> None:
         """Forget a slot."""
@@ -200,8 +209,12 @@ class SlotTable:
         for moment in MOMENTS if slot.moments else ():
             whole = self._whole({key: slot.moments[f"{key}.{moment}"] for key in slot.tensors})
             found |= {f"{key}.{moment}": tensor for key, tensor in self._unpadded(slot.adapter, whole).items()}
-        found |= {f"{key}.step": step.reshape(1) for key, step in slot.steps.items() if key in found}
+        found |= {f"{key}.step": step.reshape(1) for key, step in self._steps(slot).items() if key in found}
         return {key: tensor.contiguous() for key, tensor in found.items()}, slot.num_updates
+
+    def _steps(self, slot: ModelSlot) -> Tensors:
+        """Return Adam's number of steps by names of whole tensors."""
+        return slot.steps
 
     def load(self, name: str, adapter: TrainedLayers, tensors: Mapping[str, torch.Tensor], *, num_updates: int) -> None:
         """Make a slot of what `state` returned; of tensors alone, one with a new optimizer.
@@ -226,7 +239,7 @@ class SlotTable:
             for key, place in self._unpadded(slot.adapter, moments).items():
                 place.copy_(tensors[f"{key}.{moment}"])
             slot.moments |= {f"{key}.{moment}": tensor for key, tensor in self._shards(moments).items()}
-        steps = {key: tensors[f"{key}.step"].reshape(()) for key in self._initial if f"{key}.step" in tensors}
+        steps = {key.removesuffix(".step"): tensors[key].reshape(()) for key in tensors if key.endswith(".step")}
         last = max(steps.values(), default=torch.zeros(()))
         slot.steps = {key: steps.get(key, last).clone() for key in self._initial}
 
@@ -240,6 +253,39 @@ class SlotTable:
                 found[f"{layer}.lora_A"] = tensors[f"{layer}.lora_A"][: adapter.rank]
                 found[f"{layer}.lora_B"] = tensors[f"{layer}.lora_B"][:, : adapter.rank]
         return found
+
+
+class MegatronSlotTable(SlotTable):
+    """The slots of a Megatron engine that trains all weights.
+
+    Slots have this process's parts under Megatron's names; what is saved has Hugging Face names.
+    """
+
+    def __init__(self, engine: Any, *, max_rank: int):
+        if len(engine.state_tensors().optimizers) > 1:  # experts have one of their own
+            raise ConfigError("--strategy megatron trains no mixtures of experts here; use --strategy fsdp")
+        super().__init__(engine, max_rank=max_rank)
+
+    def _zeros(self) -> Tensors:
+        return {name: torch.zeros_like(tensor) for name, tensor in self._whole(self._initial).items()}
+
+    def _shards(self, tensors: Tensors) -> Tensors:
+        return self._engine.own_tensors(tensors)
+
+    def _whole(self, parts: Tensors) -> Tensors:
+        return self._engine.full_tensors(parts)
+
+    def _take_gradient(self, parameter: Any) -> torch.Tensor | None:
+        gradient = parameter.main_grad.clone()
+        parameter.main_grad.zero_()
+        return gradient
+
+    def _put_gradient(self, parameter: Any, gradient: torch.Tensor | None) -> None:
+        parameter.main_grad.zero_() if gradient is None else parameter.main_grad.copy_(gradient)
+
+    def _steps(self, slot: ModelSlot) -> Tensors:
+        last = max(slot.steps.values(), default=torch.zeros(()))  # every weight is in every step
+        return {name: last.clone() for name in self._whole(slot.tensors)} if slot.steps else {}
 
 
 def without_optimizer(tensors: Mapping[str, torch.Tensor]) -> Tensors:

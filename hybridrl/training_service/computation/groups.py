@@ -17,7 +17,7 @@ from hybridrl.single_controller.worker_group import WorkerGroup
 from hybridrl.training_service.computation.adapter_slots import TrainedLayers
 from hybridrl.training_service.computation.rows import metrics_of
 from hybridrl.training_service.computation.snapshot_sampler import TokenScores
-from hybridrl.training_service.computation.worker import SamplingWorker, TrainingServiceWorker, part_of
+from hybridrl.training_service.computation.worker import SamplingWorker, TrainingServiceWorker
 from hybridrl.training_service.wire import Pass
 from hybridrl.workers.engine.base import StepOptions
 from hybridrl.workers.rollout.requests import Request, TokenOutput
@@ -120,17 +120,19 @@ class Computation:
 
     def run_pass(self, model: str, request: Pass) -> tuple[list[np.ndarray], dict[str, float]]:
         """Run a forward or a forward_backward; return the log-probs of each datum's targets, and metrics."""
-        parts = self._trainers.execute_all("run_pass", model, request)
-        log_probs: list[Any] = [None] * len(request.data)
-        losses = [0.0] * len(request.data)
-        for rank, (own_log_probs, own_losses) in enumerate(parts):
-            for place, row in enumerate(part_of(range(len(request.data)), rank, len(parts))):
-                log_probs[row], losses[row] = own_log_probs[place], own_losses[place]
-        return log_probs, metrics_of(losses, request.data)
+        found = {}
+        for part in self._trainers.execute_all("run_pass", model, request):
+            found.update(part)
+        log_probs, losses = zip(*(found[number] for number in range(len(request.data))), strict=True)
+        return list(log_probs), metrics_of(losses, request.data)
 
     def optimizer_step(self, model: str, options: StepOptions) -> dict[str, float]:
         """Update a model with its gradients; return metrics. Without gradients nothing changes."""
         return self._trainers.execute_all("optimizer_step", model, options)[0]
+
+    def scores(self, model: str, tokens: Sequence[int], **wanted: Any) -> TokenScores:
+        """Return what a model predicts for given tokens, see `TrainingServiceWorker.scores`."""
+        return self._trainers.execute_all("scores", model, tokens, **wanted)[0]
 
     # -- versions for sampling
 

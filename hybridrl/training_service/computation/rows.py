@@ -16,8 +16,8 @@ from hybridrl.training_service.computation.losses import LOSSES, TARGETS
 from hybridrl.training_service.wire import Datum
 from hybridrl.workers.engine.base import TokenTerm
 
-LOG_PROBS = "target_log_probs"
-ROW = "row"
+LOG_PROBS, TOP_IDS, TOP_LOG_PROBS = "target_log_probs", "top_ids", "top_log_probs"
+ROW, TOP = "row", "top"
 
 
 def target_log_probs(log_probs_CV: torch.Tensor, targets_CK: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,21 @@ def target_log_probs(log_probs_CV: torch.Tensor, targets_CK: torch.Tensor) -> to
     return log_probs_CV.gather(-1, targets_CK)
 
 
-TERMS = {LOG_PROBS: TokenTerm(target_log_probs, (TARGETS,))}
+def top_ids(log_probs_CV: torch.Tensor, top_Ck: torch.Tensor) -> torch.Tensor:
+    """Return the k most likely tokens (C,k); k is the width of a column whose values do not count."""
+    return log_probs_CV.topk(top_Ck.size(-1), dim=-1).indices.float()
+
+
+def top_log_probs(log_probs_CV: torch.Tensor, top_Ck: torch.Tensor) -> torch.Tensor:
+    """Return their log-probs (C,k)."""
+    return log_probs_CV.topk(top_Ck.size(-1), dim=-1).values
+
+
+TERMS = {
+    LOG_PROBS: TokenTerm(target_log_probs, (TARGETS,)),
+    TOP_IDS: TokenTerm(top_ids, (TOP,)),
+    TOP_LOG_PROBS: TokenTerm(top_log_probs, (TOP,)),
+}
 
 
 def rows_of(data: Sequence[Datum], loss_fn: str) -> DataProto:

@@ -1,6 +1,6 @@
 """The workers of the training service, of which `Computation` has two groups.
 
-`TrainingServiceWorker` is a rank of the trainers: an FSDP engine with a table of slots. The ranks share the data of
+`TrainingServiceWorker` is a rank of the trainers: an engine with a table of slots. The ranks share the data of
 each pass. `SamplingWorker` is a replica: a rollout that samples versions of the weights, which it reads from their
 directories. Neither knows sessions, sequence numbers or keys.
 """
@@ -9,25 +9,41 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from hybridrl.config.schema.rollout import RolloutConfig
-from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
+from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig, OptimConfig
 from hybridrl.errors import ConfigError, NonFiniteError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
-from hybridrl.training_service.computation.adapter_slots import ALPHA, SlotTable, TrainedLayers, without_optimizer
+from hybridrl.training_service.computation.adapter_slots import (
+    ALPHA,
+    MegatronSlotTable,
+    SlotTable,
+    TrainedLayers,
+    without_optimizer,
+)
 from hybridrl.training_service.computation.losses import LOSSES, TARGETS, check_data, checked_config
-from hybridrl.training_service.computation.rows import LOG_PROBS, ROW, TERMS, arrays_of, rows_of
+from hybridrl.training_service.computation.rows import (
+    LOG_PROBS,
+    ROW,
+    TERMS,
+    TOP,
+    TOP_IDS,
+    TOP_LOG_PROBS,
+    arrays_of,
+    rows_of,
+)
 from hybridrl.training_service.computation.snapshot_sampler import AdapterRollout, SnapshotSampler, TokenScores, Version
 from hybridrl.training_service.computation.weight_files import SavedModel, new_directory, read_model, write_model
-from hybridrl.training_service.wire import Pass
+from hybridrl.training_service.wire import Datum, Pass
 from hybridrl.workers.engine.base import EngineSetup, LoRA, LossFn, MicroBatching, StepOptions
+from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.engine.peft_format import write_adapter
 from hybridrl.workers.engine_worker import make_engine
 from hybridrl.workers.process_setup import init_worker_process
@@ -36,7 +52,7 @@ from hybridrl.workers.rollout.requests import Request, TokenOutput
 
 NOTE = "note"  # file beside the weights, with what the service wants to know about them
 MAX_SEQUENCES = 64  # generated together
-T = TypeVar("T")
+ONE_ROW = MicroBatching(max_rows=1)
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,8 @@ class WorkerSettings:
 
     Attributes:
         path: Directory of the base model.
+        strategy: The trainers' engine, "fsdp" or "megatron". That trains all weights.
+        num_trainers: How many trainers there are. In Megatron they are tensor-parallel.
         max_rank: Highest rank of adapters; 0: all weights are trained.
         max_length: Tokens of a sequence.
         micro_batch_tokens: Tokens that are computed together.
@@ -54,6 +72,8 @@ class WorkerSettings:
     """
 
     path: str
+    strategy: str = "fsdp"
+    num_trainers: int = 1
     max_rank: int = 32
     max_length: int = 4096
     micro_batch_tokens: int = 16384
@@ -72,11 +92,13 @@ class TrainingServiceWorker(Worker):
     def init_model(self) -> None:
         """Load the model."""
         device = init_worker_process(device=self.settings.device, num_threads=self.settings.num_threads)
-        self._engine: Any = make_engine("fsdp", self._engine_setup(device))
+        settings = self.settings
+        self._engine: Any = make_engine(settings.strategy, self._engine_setup(device))
         self._engine.setup()
-        self._slots = SlotTable(self._engine, max_rank=self.settings.max_rank)
-        [model] = self._engine.state_tensors().modules
-        self._vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        table = {"fsdp": SlotTable, "megatron": MegatronSlotTable}[settings.strategy]
+        self._slots = table(self._engine, max_rank=settings.max_rank)
+        config = overridden_config(settings.path, {}, trust_remote_code=settings.trust_remote_code)
+        self._vocabulary = int(config.get_text_config().vocab_size)
 
     @register(Dispatch.ONE_TO_ALL)
     def vocabulary(self) -> int:
@@ -88,7 +110,11 @@ class TrainingServiceWorker(Worker):
         return EngineSetup(
             kind="causal_lm",
             path=settings.path,
-            settings=FSDPConfig(reshard_after_forward=False),
+            settings=FSDPConfig(reshard_after_forward=False)
+            if settings.strategy == "fsdp"
+            else MegatronConfig(
+                tensor_model_parallel_size=settings.num_trainers, use_distributed_optimizer=False, dtype="float32"
+            ),
             trust_remote_code=settings.trust_remote_code,
             device=device,
             optim=OptimConfig(),
@@ -158,18 +184,19 @@ class TrainingServiceWorker(Worker):
     # -- training
 
     @register(Dispatch.ONE_TO_ALL)
-    def run_pass(self, model: str, request: Pass) -> tuple[list[np.ndarray], list[float]]:
-        """Run a forward or forward_backward; return log-probs and loss of this rank's data.
+    def run_pass(self, model: str, request: Pass) -> dict[int, tuple[np.ndarray, float]]:
+        """Run a forward or forward_backward; return log-probs and loss of this rank's data, by their numbers.
 
-        Every rank gets the whole pass, and computes the data of `part_of`.
+        Every rank gets the whole pass, and computes a part of its data.
 
         Raises:
             DataError: The request cannot be computed. No gradient was added.
         """
         config = checked_config(request)
         check_data(request, vocabulary=self._vocabulary, max_length=self.settings.max_length)
-        self._slots.use(model)
-        data = part_of(request.data, dist.get_rank(), dist.get_world_size())
+        slot, position = self._slots.use(model), self._engine.mesh_position
+        numbers = range(len(request.data))[position.dp_rank :: position.dp_size]
+        data = [request.data[number] for number in numbers]
         rows, longest = rows_of(data, request.loss_fn), max(len(datum.tokens) for datum in request.data) + 1
         micro = MicroBatching(max_tokens=max(longest, self.settings.micro_batch_tokens))
         found, losses = torch.zeros(rows.batch[TARGETS].shape), dict[int, float]()
@@ -180,14 +207,35 @@ class TrainingServiceWorker(Worker):
                 loss_fn(outputs, rows)
         else:
             self._engine.forward_backward(rows, micro, loss_fn, outputs=(LOG_PROBS,))
-        return arrays_of(found, data), [losses[row] for row in range(len(data))]
+            slot.has_gradients = True
+        arrays = arrays_of(found, data)
+        return {number: (arrays[row], losses[row]) for row, number in enumerate(numbers)}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def scores(self, model: str, tokens: Sequence[int], *, num_top: int, targets: np.ndarray | None) -> TokenScores:
+        """Return what a model predicts for given tokens at temperature 1, as `AdapterRollout.scores` does."""
+        self._slots.use(model)
+        ids = np.asarray(tokens, np.int64)
+        wanted = ids[1:, None] if targets is None else np.concatenate([ids[1:, None], targets.clip(min=0)], axis=1)
+        rows = rows_of([Datum(ids[:-1], {TARGETS: wanted})], "cross_entropy")
+        outputs: tuple[str, ...] = (LOG_PROBS,)
+        if num_top:
+            rows.batch[TOP] = torch.zeros(1, len(ids) - 1, min(num_top, self._vocabulary))
+            outputs += (TOP_IDS, TOP_LOG_PROBS)
+        found = {name: value[0].numpy() for name, value in self._engine.forward(rows, ONE_ROW, outputs=outputs).items()}
+        top = (found[TOP_IDS].astype(np.int64), found[TOP_LOG_PROBS]) if num_top else None
+        given = None if targets is None else np.where(targets >= 0, found[LOG_PROBS][:, 1:], np.float32(0))
+        return TokenScores(found[LOG_PROBS][:, 0], top, given)
 
     @register(Dispatch.ONE_TO_ALL)
     def optimizer_step(self, model: str, options: StepOptions) -> dict[str, float]:
         """Update a model with its gradients; return metrics. Without gradients nothing changes."""
-        slot = self._slots.use(model)
-        self._engine.use_step_options(options)
-        report = self._engine.optimizer_step()
+        slot, report = self._slots.use(model), {"grad_norm": 0.0, "skipped": 0.0}
+        if slot.has_gradients:
+            self._engine.use_step_options(options)
+            report, slot.has_gradients = self._engine.optimizer_step(), False
+        else:
+            self._engine.num_updates += 1
         slot.num_updates = self._engine.num_updates
         return {
             "grad_norm:mean": report["grad_norm"] if math.isfinite(report["grad_norm"]) else -1.0,
@@ -245,11 +293,6 @@ class SamplingWorker(Worker):
     ) -> TokenScores:
         """Return what a version predicts for given tokens, see `AdapterRollout.scores`."""
         return self._sampler.scores(version, tokens, temperature=temperature, num_top=num_top, targets=targets)
-
-
-def part_of(data: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
-    """Return a rank's part of the data of a pass."""
-    return data[rank::num_ranks]
 
 
 def _loss_of(request: Pass, config: dict[str, float], found_BTK: torch.Tensor, losses: dict[int, float]) -> LossFn:

@@ -104,13 +104,14 @@ class Ledger:
 
     Attributes:
         done: Number of the last operation that has run; all before it have run, too.
+        saved: Number of the last operation whose state is stored; -1: none.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._operations, self._states = directory / "operations", directory / "state"
         self._known: dict[int, Operation] = {}
-        self.done = -1
+        self.done = self.saved = -1
         for folder in (self._operations, self._states):
             folder.mkdir(exist_ok=True)
 
@@ -162,6 +163,7 @@ class Ledger:
             _put(self._path(operation.seq_id, RESULT), answer.packed(operation.digest))
         self.done = operation.seq_id
         if has_state:
+            self.saved = operation.seq_id
             self._forget_before(operation.seq_id)
         operation.body = b"" if has_state else operation.body
         if not operation.answer.done():
@@ -193,7 +195,7 @@ class Ledger:
         Operations behind the state are to run again. Answers that were stored stay as they are.
         """
         newest = self._newest()
-        self.done = -1 if newest is None else int(newest.name)
+        self.done = self.saved = -1 if newest is None else int(newest.name)
         for path in sorted(self._operations.glob(f"[0-9]*{RESULT}")):
             self._recover_answer(int(path.stem), path.read_bytes())
         if newest is not None:
@@ -209,7 +211,7 @@ class Ledger:
     def rewind(self) -> Path | None:
         """Return the newest state, or None if there is none. The operations behind it run again."""
         newest = self._newest()
-        self.done = -1 if newest is None else int(newest.name)
+        self.done = self.saved = -1 if newest is None else int(newest.name)
         last = self._known.get(self.done)
         if newest is not None and last is not None and not last.answer.done():  # the state was stored, and no more
             last.answer.set_result(unpacked((newest / NOTE).read_bytes())[0])

@@ -28,6 +28,7 @@ class TrainedModel:
         adapter: What is trained; None before it is created, and if that failed.
         ledger: Its operations.
         inflight: Directory of the weights that all its samplers of kind "inflight" use.
+        published: Directory of the weights for sampling that are the model's own now.
         refused: Why it is not made.
         broken: Why it can run nothing any more.
         losses: Sums of the passes since the last step.
@@ -42,6 +43,7 @@ class TrainedModel:
     metadata: dict[str, str] | None = None
     adapter: TrainedLayers | None = None
     inflight: str | None = None
+    published: str | None = None
     refused: str | None = None
     broken: str | None = None
     last_request: float = field(default_factory=time.time)

@@ -4,7 +4,7 @@
     sessions/SESSION/models/N/           a model's ledger
     sessions/SESSION/samplers/N/         weights of a sampling session that have no name
     weights/MODEL_ID/KIND/NAME/          named weights, with an entry in `note`
-    curves/MODEL_ID/metrics.jsonl        a model's steps, for `hybridrl view STORE/curves`
+    curves/MODEL_ID/metrics.jsonl        a model's steps, for `hybridrl view STORE`
 
 `tinker://MODEL_ID/KIND/NAME` reaches no other part of the file system: ids are the service's, names are checked. The
 service calls it. The training worker writes and reads what is in the directories.

@@ -26,7 +26,7 @@ class Tenant:
 
     Attributes:
         name: In the logs and listings.
-        max_models: Models that can be trained at a time.
+        max_models: Models in memory at a time; others wait on the disk. 0: none can be trained.
         max_tokens_in_flight: Tokens of operations that wait or run.
         max_storage_mb: Size of named weights.
     """

@@ -4,7 +4,8 @@ import { ask, el, field, short, shownRuns, state } from "./core.js";
 
 const FIRST = "first look"; // the group of metrics that docs/monitoring.md names first
 const FIRST_METRICS = [/^critic\/score\/mean$/, /^val-core\//, /^train\/loss$/, /^val\/loss$/, /^response_length\/mean$/, /^actor\/entropy$/, /^actor\/grad_norm$/,
-  /^training\/rollout_probs_diff_mean$/, /^timing_s\/step$/, /^perf\/throughput$/];
+  /^training\/rollout_probs_diff_mean$/, /^timing_s\/step$/, /^perf\/throughput$/,
+  /^train\/loss_sum$/, /^train\/grad_norm$/, /^service\//]; // of a training service
 const HEIGHT = 172;
 const REFRESH_MS = 1000;
 const MAX_NAMES = 40; // metrics in one request

@@ -97,8 +97,8 @@ class EngineSetup:
             device.
         replays_routes: Replay the column `routed_experts` where a batch has it, see `RoutingEngine`.
         freeze_vision_tower: Do not train the part of the model that computes images.
-        token_terms: Further outputs by name, besides log-probs and entropy. Only engines whose settings declare
-            `supports_token_terms` compute them.
+        token_terms: Further outputs by name, besides log-probs and entropy. Engines whose settings declare
+            `supports_token_terms` compute them; Megatron's does with one pipeline stage, and apart from other outputs.
     """
 
     kind: str

@@ -33,10 +33,10 @@ def main(url, base_model):
     model = service.create_lora_training_client(base_model=base_model, rank=8, seed=1).result()
     tokens, adam = [*range(20, 40)], types.AdamParams(learning_rate=5e-3, grad_clip_norm=1.0)
     losses = []
-    for _ in range(20):
+    for step in range(20):
         passed, stepped = model.forward_backward([row(tokens)], "cross_entropy"), model.optim_step(adam)
         losses.append(passed.result().metrics["loss:sum"])
-        stepped.result()
+        assert stepped.result().metrics["num_updates:max"] == step + 1  # an update that ran twice would count twice
     assert losses[-1] < losses[0] / 2, losses
 
     sampler = model.save_weights_and_get_sampling_client().result()

@@ -1,4 +1,4 @@
-"""A client program that goes on after it was killed: `python sdk_resume.py URL BASE_MODEL PROGRESS_FILE`."""
+"""A client program that goes on after it was killed: `python sdk_resume.py URL BASE_MODEL PROGRESS_FILE STEPS`."""
 
 import json
 import os
@@ -10,8 +10,6 @@ os.environ.update(TINKER_API_KEY="tml-local", TINKER_TELEMETRY="0", HF_HUB_OFFLI
 import numpy as np
 import tinker
 from tinker import types
-
-STEPS = 12
 
 
 def rows(step):
@@ -26,14 +24,14 @@ def rows(step):
         )
 
 
-def main(url, base_model, progress):
+def main(url, base_model, progress, steps):
     service, progress = tinker.ServiceClient(base_url=url), Path(progress)
     done = json.loads(progress.read_text()) if progress.exists() else {"path": None, "losses": []}
     if done["path"] is None:
         model = service.create_lora_training_client(base_model=base_model, rank=8, seed=1).result()
     else:
         model = service.create_training_client_from_state_with_optimizer(done["path"]).result()
-    for step in range(len(done["losses"]), STEPS):
+    for step in range(len(done["losses"]), int(steps)):
         passed = model.forward_backward(list(rows(step)), "cross_entropy")
         model.optim_step(types.AdamParams(learning_rate=5e-3, grad_clip_norm=1.0)).result()
         path = model.save_state(f"step-{step}").result().path

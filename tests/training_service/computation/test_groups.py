@@ -8,6 +8,9 @@ import time
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.training_service.client import ServiceClient, datum, training_client
 from tests.training_service.conftest import sequence
@@ -87,7 +90,7 @@ def test_kills_of_processes_leave_all_numbers_of_a_loop_as_they_are(
                 assert loop(client.service) == expected
                 num_loops += 1
         assert killer.count == NUM_KILLS
-    print(f"{killer.count} kills of a {victim} in {num_loops} loops")
+    print(f"{killer.count} kills of a {victim} in {num_loops} loops: losses are equal, and each update ran once")
 
 
 @pytest.mark.slow
@@ -104,3 +107,47 @@ def test_two_trainers_compute_what_one_does(ray_cluster, tiny_qwen2, tmp_path):
             kept = client.load(model.save("three"))
             losses.append(kept.forward([sequence(5)]).loss)
     np.testing.assert_allclose(losses[:7], losses[7:], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_megatron_computes_what_fsdp_does(ray_cluster, tiny_qwen2, tmp_path):
+    """With two groups of heads, which two tensor-parallel trainers share."""
+    path = tmp_path / "model"
+    config = AutoConfig.from_pretrained(tiny_qwen2, num_key_value_heads=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_qwen2).save_pretrained(path)
+    ways = {
+        "fsdp": {"backend": "local"},
+        "megatron": {"backend": "local", "strategy": "megatron"},
+        "tensor-parallel": {"strategy": "megatron", "trainers": 2},
+    }
+    found = {}
+    for name, way in ways.items():
+        options = OPTIONS | {"max_rank": 0, "store": str(tmp_path / name)} | way
+        with training_client(str(path), **options) as client:
+            found[name] = steps_of_all_weights(client)
+    for name in ("megatron", "tensor-parallel"):
+        (numbers, gradients), norm = found[name], found["fsdp"][0][1]
+        np.testing.assert_allclose(numbers, found["fsdp"][0], rtol=1e-6, atol=1e-6)
+        difference = max(np.abs(gradients[key] - value).max() for key, value in found["fsdp"][1].items())
+        print(f"{name}: gradients of norm {norm:.3f} differ by {difference:.1e} at most")
+        assert gradients.keys() == found["fsdp"][1].keys() and difference < 1e-6 * norm
+
+
+def steps_of_all_weights(client):
+    """Losses and norms of steps that go on from saved weights, log-probs of a sampler, and gradients of the first."""
+    model, numbers, gradients = client.create_model(rank=0), [], {}
+    for step in range(3):
+        data = [sequence(10 * step + row, 6 + row) for row in range(3)]
+        numbers.append(model.forward_backward(data, "cross_entropy").loss)
+        numbers.append(model.optim_step(learning_rate=3e-3, beta1=0.0, eps=1e-6)["metrics"]["grad_norm:mean"])
+        path = model.save(f"step-{step}")
+        if not step:
+            tensors = load_file(client.service.store.find(path, owner="local")[0] / "tensors.safetensors")
+            gradients = {key: value for key, value in tensors.items() if key.endswith(".exp_avg")}
+        model.forward_backward([sequence(step)], "cross_entropy")  # of no effect: what was saved goes on
+        model = client.load(path)
+    return [*numbers, *model.sampler().log_probs([20, 21, 22, 23])[1:]], gradients

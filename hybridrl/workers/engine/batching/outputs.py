@@ -37,20 +37,19 @@ def check_outputs(outputs: tuple[str, ...], *, kind: str, terms: Collection[str]
 Columns = Mapping[str, torch.Tensor]
 
 
-def token_columns(batch: DataProto, rows: list[int], layout: TokenLayout, terms: Mapping[str, TokenTerm]) -> Columns:
-    """Return the entries (N, ...) of the columns that terms read, on the layout's device.
+def token_columns(batch: DataProto, rows: list[int], cell: torch.Tensor, terms: Mapping[str, TokenTerm]) -> Columns:
+    """Return the entries (N, ...) of the columns that terms read, on the device of `cell`.
 
     A placeholder, which has no rows, gets zeros.
+
+    Args:
+        cell: (N,) int64, the tokens' flat indices in (b,R) of the rows.
     """
     found: dict[str, torch.Tensor] = {}
     for name in {name: None for term in terms.values() for name in term.columns}:
         column = batch.batch[name]
-        cells = (
-            column[rows].flatten(0, 1)[layout.cell.cpu()]
-            if rows
-            else column.new_zeros(len(layout.cell), *column.shape[2:])
-        )
-        found[name] = cells.to(layout.input_ids.device)
+        cells = column[rows].flatten(0, 1)[cell.cpu()] if rows else column.new_zeros(len(cell), *column.shape[2:])
+        found[name] = cells.to(cell.device)
     return found
 
 

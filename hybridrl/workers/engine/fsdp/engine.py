@@ -133,7 +133,7 @@ class FSDPEngine(ShardedEngine):
         if self._replay is not None:
             self._replay.begin(batch, rows, layout)
         terms = {name: term for name, term in self.config.token_terms.items() if name in outputs}
-        found = self._reader(layout, outputs=outputs, columns=token_columns(batch, rows, layout, terms))
+        found = self._reader(layout, outputs=outputs, columns=token_columns(batch, rows, layout.cell, terms))
         if self._part is None:
             return found
         return {name: attention.SumOverPeers.apply(cells, self._part.group) for name, cells in found.items()}

@@ -6,7 +6,7 @@ the same loss.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,20 +17,28 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from hybridrl.config.schema.workers import MegatronConfig
+from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.workers import engine
 from hybridrl.workers.engine import attention
 from hybridrl.workers.engine.attention.tree_attention import log_obstacle
-from hybridrl.workers.engine.base import LossFn, MicroBatching, StateTensors
+from hybridrl.workers.engine.base import LossFn, MicroBatching, StateTensors, TokenTerm
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
-from hybridrl.workers.engine.batching.outputs import OUTPUTS, check_outputs
+from hybridrl.workers.engine.batching.outputs import OUTPUTS, check_outputs, token_columns
 from hybridrl.workers.engine.hf_model import empty_model, hf_config
 from hybridrl.workers.engine.megatron.adapters import add_adapters, gather_weights
 from hybridrl.workers.engine.megatron.architecture import transformer_config
 from hybridrl.workers.engine.megatron.checkpoint import load_state, prepare_torch_adam, save_state
-from hybridrl.workers.engine.megatron.hf_weights import HFCheckpointReader, gather_full_tensors, read_weights
+from hybridrl.workers.engine.megatron.hf_weights import (
+    HFCheckpointReader,
+    gather_full_tensors,
+    named_megatron_parameters,
+    read_weights,
+    shard_of,
+)
 from hybridrl.workers.engine.megatron.local_tokens import LocalTokens, TokenSharding, local_tokens, local_tree_tokens
 from hybridrl.workers.engine.megatron.network import Network, WantedStats
 from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel, mesh_position
@@ -60,6 +68,8 @@ class MegatronEngine(ShardedEngine):
         layout = config.settings.with_offload(params=False, optimizer=False)
         self._choose_device()
         sizes = init_model_parallel(layout, device=config.device, seed=config.seed)
+        if config.token_terms and sizes.pipeline > 1:
+            raise ConfigError("pipeline_model_parallel_size: must be 1 for an engine with token terms")
         self.mesh_position = mesh_position()
         model = hf_config(config)
         settings = transformer_config(config, model, sizes)
@@ -159,13 +169,13 @@ class MegatronEngine(ShardedEngine):
         self._optimizers = [inner.optimizer for inner in self._optimizer.chained_optimizers]
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> Outputs:
-        check_outputs(outputs, kind=self.config.kind)
+        check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
         self._load_to_device(params=True)
         micro_batch_tokens = self._local_micro_batches(batch, micro)
         with torch.no_grad():
             found = self._run_pipeline(
                 micro_batch_tokens,
-                partial(self._read_outputs, outputs=outputs),
+                partial(self._read_outputs, batch=batch, outputs=outputs),
                 forward_only=True,
                 stats=self._stats_of_head(outputs),
             )
@@ -177,11 +187,11 @@ class MegatronEngine(ShardedEngine):
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
     ) -> list[dict[str, float]]:
         self._require_optimizer()
-        check_outputs(outputs, kind=self.config.kind)
+        check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
         self._load_to_device(params=True)
 
         def loss_of(tokens: LocalTokens, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict | None]:
-            results = self._read_outputs(tokens, head, outputs=outputs)
+            results = self._read_outputs(tokens, head, batch=batch, outputs=outputs)
             no_tokens = torch.zeros((), dtype=torch.int)
             if not tokens.rows:
                 return loss_of_no_rows(results), no_tokens, None
@@ -203,6 +213,25 @@ class MegatronEngine(ShardedEngine):
         if (adapters := self.config.lora) is None:
             return gather_full_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
         return gather_weights(self.chunks, lora=lora, scale=adapters.alpha / adapters.rank, tied=self._tied)
+
+    def full_tensors(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return whole tensors under Hugging Face names of parts under the names of `state_tensors`. Collective.
+
+        The parts have the shapes of the parameters: weights, or moments of an optimizer.
+        """
+        of_parameter = {parameter: parts[name] for name, parameter in self.chunks[0].named_parameters()}
+        found = gather_full_tensors(
+            self.chunks, kind=self.config.kind, tied=self._tied, value_of=lambda parameter: of_parameter[parameter]
+        )
+        return {name: tensor.clone() for name, tensor in found}
+
+    def own_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this process's parts of whole tensors; inverts `full_tensors`."""
+        [chunk] = self.chunks
+        return {
+            name: shard_of(name, chunk, tensors, kind=self.config.kind, tied=self._tied).clone()
+            for name, _ in named_megatron_parameters(chunk)
+        }
 
     def state_tensors(self) -> StateTensors:
         if self._optimizer is not None:
@@ -289,10 +318,12 @@ class MegatronEngine(ShardedEngine):
     def _stats_of_head(self, outputs: tuple[str, ...]) -> tuple[str, ...]:
         """Return the outputs that the head computes itself: those of a causal model, unless whole logits are wanted."""
         names = OUTPUTS["causal_lm"]
-        is_own = self.config.kind == "causal_lm" and not self.config.whole_logits
+        is_own = self.config.kind == "causal_lm" and not (self.config.whole_logits or self.config.token_terms)
         return tuple(name for name in names if name in outputs) if is_own else ()
 
-    def _read_outputs(self, tokens: LocalTokens, head: torch.Tensor, *, outputs: tuple[str, ...]) -> Outputs:
+    def _read_outputs(
+        self, tokens: LocalTokens, head: torch.Tensor, *, batch: DataProto, outputs: tuple[str, ...]
+    ) -> Outputs:
         """Return the named outputs of a micro-batch's rows, equal on all peers.
 
         Args:
@@ -302,6 +333,9 @@ class MegatronEngine(ShardedEngine):
         size: tuple[int, ...]
         if names := self._stats_of_head(outputs):
             found, size, cell = dict(zip(names, head[0].unbind(-1), strict=True)), (b, R), tokens.cell
+        elif terms := {name: term for name, term in self.config.token_terms.items() if name in outputs}:
+            assert len(terms) == len(outputs), "nobody wants terms together with other outputs"
+            found, size, cell = self._terms_of(tokens, head[0], terms, batch), (b, R), tokens.cell
         elif self.config.kind == "causal_lm":
             stats = sharded_token_stats(
                 head[0],
@@ -318,8 +352,18 @@ class MegatronEngine(ShardedEngine):
             found, size, cell = {"scores": head.flatten()}, (b,), tokens.last_row
         return {name: self._cells(found[name], cell, size) for name in outputs}
 
+    def _terms_of(
+        self, tokens: LocalTokens, logits_Nv: torch.Tensor, terms: dict[str, TokenTerm], batch: DataProto
+    ) -> Outputs:
+        """Return token terms (N,) or (N,K) from the whole vocabulary's logits, which tensor-parallel peers gather."""
+        whole_NV = gather_from_tensor_model_parallel_region(logits_Nv)[:, : self.chunks[-1].vocab]
+        log_probs_NV = (whole_NV.float() / self.config.temperature).log_softmax(-1)
+        columns = token_columns(batch, tokens.rows, tokens.cell, terms)
+        return {name: term.fn(log_probs_NV, *(columns[one] for one in term.columns)) for name, term in terms.items()}
+
     def _cells(self, values: torch.Tensor, cell: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-        cells = values.new_zeros(math.prod(size), dtype=torch.float32).index_copy(0, cell, values.float()).view(size)
+        flat = values.new_zeros(math.prod(size), *values.shape[1:], dtype=torch.float32)
+        cells = flat.index_copy(0, cell, values.float()).view(*size, *values.shape[1:])
         return (
             attention.SumOverPeers.apply(cells, parallel_state.get_context_parallel_group())
             if self._sharding.cp_size > 1
@@ -355,7 +399,8 @@ class MegatronEngine(ShardedEngine):
         The last pipeline stage broadcasts them to the other stages.
         """
         shape = (len(batch),) if self.config.kind == "score" else (len(batch), batch.batch["response_mask"].size(1))
-        joined = {name: torch.zeros(shape, device=self._device) for name in outputs}
+        more = {name: found[0][name].shape[len(shape) :] if found else () for name in outputs}  # K of a term
+        joined = {name: torch.zeros(*shape, *more[name], device=self._device) for name in outputs}
         for tokens, results in zip(micro_batch_tokens, found, strict=False):  # empty before the last stage
             for name in outputs:
                 if tokens.rows:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,24 +84,30 @@ def read_weights(
 
     With `new_head`, a head for values or scores that the checkpoint lacks is drawn from `seed`, equal on all ranks.
     """
-    peers, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for chunk in chunks:
         for name, parameter in named_megatron_parameters(chunk):
-            mapping = mapping_for(name, kind)
-            names = (
-                ("model.embed_tokens.weight",) if tied and mapping.hf_names == ("lm_head.weight",) else mapping.hf_names
-            )
-            if new_head and names[0] in NEW_HEAD and names[0] not in tensors:
-                _init_head(names[0], parameter, deviation=chunk.init_std, seed=seed)
-                continue
-            parts = [tensors[part] for part in names]
-            if mapping.kind == "vocabulary" and len(parts[0]) != chunk.vocab:  # padding could hide the difference
-                raise ConfigError(
-                    f"vocab_size={chunk.vocab}: {names[0]} has {len(parts[0])} rows in the model's files; remove "
-                    "vocab_size from actor_rollout_ref.model.override_config, and correct it in config.json"
-                )
-            whole = _merge(parts, mapping, chunk.config, peers)
-            parameter.copy_(whole if mapping.shard_dim is None else whole.chunk(peers, mapping.shard_dim)[rank])
+            first = mapping_for(name, kind).hf_names[0]
+            if new_head and first in NEW_HEAD and first not in tensors:
+                _init_head(first, parameter, deviation=chunk.init_std, seed=seed)
+            else:
+                parameter.copy_(shard_of(name, chunk, tensors, kind=kind, tied=tied))
+
+
+def shard_of(
+    name: str, chunk: Network, tensors: HFCheckpointReader | Mapping[str, torch.Tensor], *, kind: str, tied: bool
+) -> torch.Tensor:
+    """Return this process's part of the tensor that Megatron calls `name`; memory may be shared."""
+    peers, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    mapping = mapping_for(name, kind)
+    names = ("model.embed_tokens.weight",) if tied and mapping.hf_names == ("lm_head.weight",) else mapping.hf_names
+    parts = [tensors[part] for part in names]
+    if mapping.kind == "vocabulary" and len(parts[0]) != chunk.vocab:  # padding could hide the difference
+        raise ConfigError(
+            f"vocab_size={chunk.vocab}: {names[0]} has {len(parts[0])} rows in the model's files; remove "
+            "vocab_size from actor_rollout_ref.model.override_config, and correct it in config.json"
+        )
+    whole = _merge(parts, mapping, chunk.config, peers)
+    return whole if mapping.shard_dim is None else whole.chunk(peers, mapping.shard_dim)[rank]
 
 
 def _init_head(name: str, parameter: torch.Tensor, *, deviation: float, seed: int) -> None:
