@@ -132,7 +132,8 @@ def test_a_run_starts_with_the_machines_that_are_there_and_ends_with_the_reason_
     )
     run(tmp_path / "lost", tiny_qwen2, nodes=2, events="3:lose", error=expected, **short)
     rows = [row for row in metrics(tmp_path / "lost/run") if "actor/grad_norm" in row]
-    assert [row["training/ranks/actor_rollout"] for row in rows] == [2, 2]
+    ranks = [row["training/ranks/actor_rollout"] for row in rows]
+    assert ranks in ([2, 2], [2, 2, 2])  # a quick step ends before its process has noticed that the node is gone
     assert (tmp_path / "lost/run/global_step_2").is_dir()
 
 
