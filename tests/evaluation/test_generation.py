@@ -14,6 +14,16 @@ from hybridrl.trainer.data.row_files import prompt_table, write_table
 from tests.support.end_to_end.runs import write_prompts, write_reward
 from tests.support.workers.image_cases import image_rows, plain_answers, save_tiny
 
+TEXT_ONLY = """
+from dataclasses import replace
+
+from hybridrl.workers.rollout.hf import HFRollout
+
+
+class TextOnly(HFRollout):
+    capabilities = replace(HFRollout.capabilities, images=frozenset())
+"""
+
 
 def words(folder: Path, model: Path, **changes: object) -> list[str]:
     values = {
@@ -74,8 +84,10 @@ def test_a_model_that_reads_images_answers_as_plain_transformers_does(tmp_path, 
     answers = pq.read_table(tmp_path / "out" / "responses.parquet")["responses"].to_pylist()
     assert answers == [[answer] for answer in plain_answers(model, rows, length=6)]
     assert len({answer for [answer] in answers[:5]}) > 1, "one question with five pictures"
-    assert main_generation.main([*settings, "rollout.name=vllm", "data.batch_size=3"]) == 2
-    assert "rollout.name=vllm: it does not run with images" in capsys.readouterr().err
+    (tmp_path / "text_only.py").write_text(TEXT_ONLY)
+    name = f"{tmp_path}/text_only.py:TextOnly"
+    assert main_generation.main([*settings, f"rollout.name={name}", "data.batch_size=3"]) == 2
+    assert f"rollout.name={name}: it does not run with images" in capsys.readouterr().err
 
 
 def test_parts_of_another_output_are_refused(tmp_path):

@@ -16,7 +16,7 @@ from hybridrl.master.service.journal import history, replay
 from hybridrl.master.state.tables import JobPhase
 from hybridrl.single_controller.cluster import NAMESPACE
 from hybridrl.single_controller.monitoring.process import report_decision
-from hybridrl.single_controller.monitoring.work_done import ask_work
+from hybridrl.single_controller.monitoring.work_done import ask_work, forget_work
 from hybridrl.system.process_stat import STOPPED, read_process_stat
 from tests.support.master.monitored_process import describe, monitored_adders, wait_for, wait_until_gone
 
@@ -55,6 +55,7 @@ def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
 
 def test_a_driver_finds_busy_processes_and_their_work_without_calling_them(tmp_path):
     with monitored_adders(tmp_path, num_ranks=2) as (client, group):
+        forget_work()  # of an earlier test in this process
         counting = group.count.submit(100, str(tmp_path / "seen"))
         wait_for(client, lambda seen: str(ask_work()) == "100 of 200 rows")
         (tmp_path / "seen").touch()
