@@ -191,11 +191,16 @@ def prompts() -> DataProto:
     return DataProto.from_dict(tensors=columns | {"seeds": torch.arange(len(ids)) + 100})
 
 
-def measure_rollout(path: str, engine: FSDPEngine, *, name: str = "hf", dtype: str = "float32") -> Cell:
-    """Push an engine's weights to a rollout that had random ones, generate rows that end, and compare log-probs."""
-    cell = Cell()
+def measure_rollout(
+    path: str, engine: FSDPEngine, *, name: str = "hf", dtype: str = "float32", replays: bool = False
+) -> Cell:
+    """Push an engine's weights to a rollout that had random ones, generate rows that end, and compare log-probs.
+
+    replays: The engine takes the experts that the rollout took.
+    """
+    cell, more = Cell(), {"enable_rollout_routing_replay": replays, "enforce_eager": replays}
     with _Notes() as cell.notes:
-        settings = RolloutConfig(dtype=dtype, kv_cache_memory_mb=16, max_num_seqs=16)
+        settings = RolloutConfig(dtype=dtype, kv_cache_memory_mb=16, max_num_seqs=16, **more)
         try:
             rollout = make_rollout(name, RolloutSetup(path, settings, EOS, 0, 12, RESPONSE, load_format="dummy"))
         except ConfigError as error:

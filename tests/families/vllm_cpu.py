@@ -1,6 +1,6 @@
 """Run a family through the `vllm` rollout, and print one line of JSON. Not a test file.
 
-    python -m tests.families.vllm_cpu FAMILY [DTYPE]
+    python -m tests.families.vllm_cpu FAMILY CASE
 
 `python -m tests.families --vllm` runs it for every family, each in a process of its own with a deadline, and writes the
 results to vllm_cpu.json, from which the page is printed. vLLM's kernels need heads of 32 and more, so the models are
@@ -23,6 +23,9 @@ from tests.families.configurations import FAMILIES
 
 RESULTS = Path(__file__).with_name("vllm_cpu.json")
 DEADLINE_S = 900
+CASES = {"float32": ("float32", False), "bfloat16": ("bfloat16", False), "replayed": ("bfloat16", True)}
+"""The rollout's dtype, and whether the engine replays its routes."""
+WITH_EXPERTS = ("Qwen3-MoE", "DeepSeek-V3", "GLM-4-MoE", "gpt-oss")
 WIDER: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -53,17 +56,18 @@ def widen(family: str) -> None:
     FAMILIES[family] = name, own | {key: size for key, size in WIDER.items() if key in has} | MORE.get(family, {})
 
 
-def measure(family: str, dtype: str) -> dict[str, str]:
+def measure(family: str, case: str) -> dict[str, str]:
     from tests.families.measure import FAST, family_batch, measure_rollout, train
     from tests.support.workers.engine_cases import make_engine
 
     widen(family)
+    dtype, replays = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
         path = configurations.save_family(family, Path(folder, "model"))
-        engine = make_engine(path, optim=FAST)
+        engine = make_engine(path, optim=FAST, replays_routes=replays)
         train(engine, family_batch())
         try:
-            cell = measure_rollout(path, engine, name="vllm", dtype=dtype)
+            cell = measure_rollout(path, engine, name="vllm", dtype=dtype, replays=replays)
         except (StaleWeightsError, ConfigError) as error:
             return {"refused": str(error).replace(path, "the model")}
         if cell.refusal:
@@ -71,9 +75,9 @@ def measure(family: str, dtype: str) -> dict[str, str]:
         return {"difference": f"{cell.log_probs:.0e}"}
 
 
-def measure_apart(family: str, dtype: str) -> dict[str, str]:
+def measure_apart(family: str, case: str) -> dict[str, str]:
     """Return what `measure` does, in a process of its own."""
-    command = [sys.executable, "-m", "tests.families.vllm_cpu", family, dtype]
+    command = [sys.executable, "-m", "tests.families.vllm_cpu", family, case]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     except subprocess.TimeoutExpired:
@@ -85,10 +89,11 @@ def measure_apart(family: str, dtype: str) -> dict[str, str]:
 
 
 def measure_all() -> None:
-    """Write the results of all families in both dtypes."""
+    """Write the results of all families and cases."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for family in FAMILIES:
-        found[family] = {dtype: measure_apart(family, dtype) for dtype in ("float32", "bfloat16")}
+        cases = [case for case in CASES if case != "replayed" or family in WITH_EXPERTS]
+        found[family] = {case: measure_apart(family, case) for case in cases}
         print(family, found[family], file=sys.stderr, flush=True)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
