@@ -42,9 +42,11 @@ WIDER: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32,
 }
+# Sizes of kernels, and entries that published models have in config.json and vLLM reads.
 MORE: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": {"num_key_value_heads": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "Bamba": {"mamba_n_heads": 16},
+    "LFM2": {"conv_dim": 64, "block_dim": 64, "tie_word_embeddings": True},
     "Gemma 2": {"tie_word_embeddings": True},
 }
 
