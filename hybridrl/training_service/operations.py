@@ -77,7 +77,10 @@ class ModelLane:
         return self._run if self.is_loaded or self._room() is not None else None
 
     def _room(self) -> list["ModelLane"] | None:
-        """Return the lanes whose models leave the memory for this one; None if it waits. Called with the lock held."""
+        """Return the lanes whose models leave the memory for this one; None if it waits.
+
+        Called with the lock held.
+        """
         others = [
             one for one in self._peers.values() if one.tenant == self.tenant and one.is_loaded and one.model.adapter
         ]
@@ -87,7 +90,10 @@ class ModelLane:
 
     @property
     def can_leave(self) -> bool:
-        """Whether the model has nothing to run, or nothing that would run twice: so all models go on in turns."""
+        """Whether the model has nothing to run, or nothing that would run twice.
+
+        So all models go on in turns.
+        """
         ledger = self.model.ledger
         return self.model.broken is not None or ledger.next() is None or ledger.done == ledger.saved
 
@@ -136,7 +142,10 @@ class ModelLane:
             self.model.ledger.finish(operation, answer, has_state=has_state)
 
     def _answer(self, operation: Operation) -> StoredAnswer:
-        """Run an operation. One that was answered runs again for its gradients only: the store has what others made."""
+        """Run an operation.
+
+        One that was answered runs again for its gradients only: the store has what others made.
+        """
         if operation.answer.done():
             earlier = operation.answer.result(timeout=0)
             if operation.kind != "forward_backward" or has_failed(earlier):

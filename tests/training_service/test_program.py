@@ -114,7 +114,10 @@ def test_dpo_and_off_policy_distillation_of_the_cookbook_train(sdk_python, tiny_
 
 
 def kill_in_loops(server, python, *, num_kills):
-    """Kill a server at random moments of a loop, which is repeated until all kills were made; check each loop."""
+    """Kill a server at random moments of a loop, and check it.
+
+    The loop is repeated until all kills were made.
+    """
     started = time.monotonic()
     undisturbed = output_of(start_loop(server, python))
     longest_s, rng, kills, loops = time.monotonic() - started, random.Random(0), 0, 0
@@ -153,7 +156,10 @@ def test_a_killed_server_on_ray_goes_on_with_the_same_losses_and_leaves_no_proce
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_a_client_that_is_killed_goes_on_from_its_last_checkpoint_with_the_same_losses(sdk_python, server, tmp_path):
-    """Each kill leaves a model in an open session; together they are more than a key may have in memory."""
+    """Each kill leaves a model in an open session.
+
+    Together they are more than a key may have in memory.
+    """
 
     def start(name, *, steps):
         return start_loop(server, sdk_python, tmp_path / name, steps, program="sdk_resume.py")

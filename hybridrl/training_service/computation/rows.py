@@ -26,7 +26,10 @@ def target_log_probs(log_probs_CV: torch.Tensor, targets_CK: torch.Tensor) -> to
 
 
 def top_ids(log_probs_CV: torch.Tensor, top_Ck: torch.Tensor) -> torch.Tensor:
-    """Return the k most likely tokens (C,k); k is the width of a column whose values do not count."""
+    """Return the k most likely tokens (C,k).
+
+    k is the width of a column whose values do not count.
+    """
     return log_probs_CV.topk(top_Ck.size(-1), dim=-1).indices.float()
 
 

@@ -138,7 +138,10 @@ def test_megatron_computes_what_fsdp_does(ray_cluster, tiny_qwen2, tmp_path):
 
 
 def steps_of_all_weights(client):
-    """Losses and norms of steps that go on from saved weights, log-probs of a sampler, and gradients of the first."""
+    """Return losses and norms of three steps, log-probs of a sampler, and the first step's gradients.
+
+    The steps go on from saved weights.
+    """
     model, numbers, gradients = client.create_model(rank=0), [], {}
     for step in range(3):
         data = [sequence(10 * step + row, 6 + row) for row in range(3)]

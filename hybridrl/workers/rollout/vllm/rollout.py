@@ -335,7 +335,10 @@ def _image_options(setup: RolloutSetup) -> dict[str, Any]:
 
 
 def _attention_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
-    """Return vLLM's options for attention. On CPUs with AMX its own choice drops weights that the next push needs."""
+    """Return vLLM's options for attention.
+
+    On CPUs with AMX its own choice drops weights that the next push needs.
+    """
     latent = getattr(load_hf_config(setup), "kv_lora_rank", None)
     return {"attention_backend": "CPU_MLA"} if latent and device == "cpu" else {}
 

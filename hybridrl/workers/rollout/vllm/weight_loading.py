@@ -74,7 +74,10 @@ class PushedDecays:
             yield name, tensor
 
     def fingerprint(self, held: int, dtype: Dtypes) -> int:
-        """Return the fingerprint of the pushed decays if vLLM holds what they make; else `held`, that of its own."""
+        """Return the fingerprint of the pushed decays if vLLM holds what they make.
+
+        Else return `held`, that of its own.
+        """
         made = [(name, -decay.float().exp()) for name, decay in self._pushed.items()]
         return fingerprint([*self._pushed.items()], dtype) if fingerprint(made, torch.float32) == held else held
 
