@@ -67,18 +67,9 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
             R3 | {"actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__rollout__enforce_eager": False},
             "set actor_rollout_ref.rollout.enforce_eager=true",
         ),
-        (
-            {
-                MODE: "R2",
-                "actor_rollout_ref__actor__fsdp_config__ulysses_sequence_parallel_size": 2,
-                "trainer__backend": "ray",
-                "trainer__n_gpus_per_node": 2,
-            },
-            "ulysses_sequence_parallel_size=2: experts are replayed only where each process has whole sequences",
-        ),
         ({MODE: "R2"}, "router_replay.mode=R2: qwen2 has no experts whose choice could be replayed"),
     ],
-    ids=["unknown", "no_routes", "unread", "no_pass", "vllm", "ulysses", "no_experts"],
+    ids=["unknown", "no_routes", "unread", "no_pass", "vllm", "no_experts"],
 )
 def test_a_replay_that_cannot_work_is_refused_before_the_models_load(tmp_path, tiny_qwen2, capsys, changes, message):
     assert main_ppo.main(settings(tmp_path, tiny_qwen2, **SHORT, **changes)) == 2

@@ -106,11 +106,6 @@ def routing_problems(config: PPOConfig) -> Problems:
             f"{MODE}=R2: records experts in the pass for old_log_probs, and algorithm.rollout_correction.bypass_mode "
             "leaves that pass out; set R3, or bypass_mode=false"
         )
-    if mode != "disabled" and (parts := sequence_parts(policy.actor)) > 1:
-        yield (
-            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={parts}: experts are replayed only "
-            f"where each process has whole sequences; use 1, or {MODE}=disabled"
-        )
     try:
         can_replay = engine_settings(policy.actor).supports_routing_replay
     except ConfigError:  # `engine_problems` reports it

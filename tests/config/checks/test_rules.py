@@ -236,10 +236,6 @@ def check(tmp_path):
             "quantization=fp8: merged weights are quantised; set actor_rollout_ref.rollout.weight_sync.lora=merged",
         ),
         (
-            f"{ULYSSES}=2 trainer.n_gpus_per_node=2 actor_rollout_ref.actor.router_replay.mode=R2",
-            "experts are replayed only where each process has whole sequences",
-        ),
-        (
             f"{ULYSSES}=3 trainer.n_gpus_per_node=4",
             f"{ULYSSES}=3: does not divide the 4 processes (trainer.nnodes * trainer.n_gpus_per_node); use a divisor",
         ),

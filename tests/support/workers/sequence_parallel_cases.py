@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import LoRA, MicroBatching, TokenTerm
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine
+from hybridrl.workers.engine.routing.routes import column_of
 from tests.support.workers.engine_cases import (
     case_batch,
     gradients,
@@ -18,6 +19,7 @@ from tests.support.workers.engine_cases import (
     policy_loss,
     whole_weights,
 )
+from tests.support.workers.routing_cases import EXPERTS, with_routes
 
 POLICY = ("log_probs", "entropy")
 TERMS = {"top": TokenTerm(lambda log_probs_CV, ids_C: log_probs_CV.topk(3).values + ids_C[:, None], ("cells",))}
@@ -33,6 +35,7 @@ MODELS = {  # name: changes of the tiny Qwen2, which has 4 heads and 2 heads of 
     "window": WINDOW,
     "six heads": {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48},
 }
+REPLAYED = {"replays_routes": True}
 
 
 class Case(NamedTuple):
@@ -41,7 +44,7 @@ class Case(NamedTuple):
     Attributes:
         world: Ranks.
         size: Peers that share a row.
-        model: Of `MODELS`.
+        model: Of `MODELS`, the "scorer" or the "mixture" of experts.
         settings: Of the engine.
         micro: Its micro-batches.
         first: Rows of data-parallel rank 0; None: it is alone and has all 24.
@@ -73,6 +76,13 @@ CASES = {
     "4 ranks, padded": Case(4, 4, "tied", {}, MicroBatching(max_rows=3)),
     "4 ranks, shared prefixes, 2 heads of keys": Case(
         4, 4, "tied", {"share_prefixes": True}, MicroBatching(max_tokens=20)
+    ),
+    "2 ranks, padded, replayed experts": Case(2, 2, "mixture", REPLAYED, MicroBatching(max_rows=5)),
+    "4 ranks, packed, replayed experts, recomputed": Case(
+        4, 4, "mixture", REPLAYED | {"packed": True, "gradient_checkpointing": True}, MicroBatching(max_rows=7)
+    ),
+    "2 times 2 ranks, shared prefixes, replayed experts": Case(
+        4, 2, "mixture", REPLAYED | {"share_prefixes": True}, MicroBatching(max_rows=7), 15
     ),
     "2 times 2 ranks, packed": Case(4, 2, "untied", {"packed": True}, MicroBatching(max_tokens=25), 15),
     "2 times 2 ranks, half without rows, adapters": Case(
@@ -121,6 +131,9 @@ def work(case: Case, folder: Path) -> dict:
     if case.first is not None:
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
         mine = batch.select_idxs(order[: case.first] if engine.mesh_position.dp_rank == 0 else order[case.first :])
+    if engine.config.replays_routes:
+        _, chosen = engine.forward_with_routes(mine, case.micro, outputs=outputs)
+        mine = with_routes(mine, column_of([(entry + 1) % EXPERTS for entry in chosen]))
     found = engine.forward(mine, case.micro, outputs=outputs) | {"number": mine.batch["number"]}
     loss_fn = lambda out, rows: loss_of(out, rows, num_tokens=num_tokens)  # noqa: E731
     stats = engine.forward_backward(mine, case.micro, loss_fn, outputs=outputs)

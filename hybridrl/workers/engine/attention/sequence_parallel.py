@@ -54,9 +54,6 @@ def part_of_layout(layout: TokenLayout, part: SequencePart) -> TokenLayout:
     share = (width + fill) // part.size
     first = part.rank * share
 
-    def own(tokens: torch.Tensor, filling: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tokens, filling.expand(len(tokens), fill)], dim=1)[:, first : first + share].contiguous()
-
     def local(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (flat indices of what is here, which of `index` that is)."""
         row, column = index // width, index % width
@@ -72,8 +69,8 @@ def part_of_layout(layout: TokenLayout, part: SequencePart) -> TokenLayout:
         spans = (*spans, SequenceSpan(width + torch.arange(fill), torch.arange(fill), fill))
     return replace(
         layout,
-        input_ids=own(layout.input_ids, torch.zeros(fill, dtype=torch.int64)),
-        position_ids=own(layout.position_ids, torch.arange(fill)),
+        input_ids=_own(layout.input_ids, torch.zeros(fill, dtype=torch.int64), part),
+        position_ids=_own(layout.position_ids, torch.arange(fill), part),
         state=state,
         labels=layout.labels[wanted],
         cell=layout.cell[wanted],
@@ -83,6 +80,18 @@ def part_of_layout(layout: TokenLayout, part: SequencePart) -> TokenLayout:
         tree=tree,
         part=part,
     )
+
+
+def places_of_part(layout: TokenLayout, part: SequencePart) -> torch.Tensor:
+    """Return the place (b*t,) int64 in the layout of each token of `part_of_layout`, -1 for the fill."""
+    places = torch.arange(layout.input_ids.numel()).view_as(layout.input_ids)
+    return _own(places, torch.full((-places.size(1) % part.size,), -1), part).flatten()
+
+
+def _own(tokens: torch.Tensor, filling: torch.Tensor, part: SequencePart) -> torch.Tensor:
+    """Return this process's columns of (b, T) tokens that are filled with (fill,) at the end of each row."""
+    filled = torch.cat([tokens, filling.expand(len(tokens), -1)], dim=1)
+    return filled.chunk(part.size, dim=1)[part.rank].contiguous()
 
 
 def use_sequence_parallel(model: Any, size: int) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridrl.config.schema.workers import FSDPConfig
-from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine
@@ -64,8 +64,6 @@ class FSDPEngine(ShardedEngine):
         config = self.config
         self._choose_device()
         rank, size = dist.get_rank(), config.settings.ulysses_sequence_parallel_size
-        if size > 1 and config.replays_routes:
-            raise ConfigError(f"ulysses_sequence_parallel_size={size}: experts are replayed for whole rows only; use 1")
         self._part = attention.sequence_part(size) if size > 1 else None
         self.mesh_position = MeshPosition(rank // size, dist.get_world_size() // size, is_output_rank=not rank % size)
         self.model = _sharded_model(config, self._device)
@@ -81,7 +79,8 @@ class FSDPEngine(ShardedEngine):
             chunk=config.logits_chunk,
         )
         if config.replays_routes:
-            self._replay = engine.RouteReplay(engine.RouterHooks(self.model))
+            peers = [self._part.group] if self._part and self._part.group else []
+            self._replay = engine.RouteReplay(engine.RouterHooks(self.model, peers=peers))
         self._optimizer, self.num_updates = _adamw(config, self.model), 0
         self._models, self._optimizers = [self.model], [self._optimizer] if self._optimizer else []
         self._offload()
@@ -130,13 +129,22 @@ class FSDPEngine(ShardedEngine):
         self, batch: DataProto, rows: list[int], layout: TokenLayout, outputs: tuple[str, ...]
     ) -> dict[str, torch.Tensor]:
         """Return the outputs of some rows of the batch; without rows, those of the layout's placeholder."""
-        if self._replay is not None:
-            self._replay.begin(batch, rows, layout)
+        own = (layout if self._part is None else attention.part_of_layout(layout, self._part)).to(self._device)
+        self._begin_routes(batch, rows, layout)
         terms = {name: term for name, term in self.config.token_terms.items() if name in outputs}
-        found = self._reader(layout, outputs=outputs, columns=token_columns(batch, rows, layout.cell, terms))
+        found = self._reader(own, outputs=outputs, columns=token_columns(batch, rows, own.cell, terms))
         if self._part is None:
             return found
         return {name: attention.SumOverPeers.apply(cells, self._part.group) for name, cells in found.items()}
+
+    def _begin_routes(self, batch: DataProto, rows: list[int], layout: TokenLayout) -> None:
+        """Give the routes of a micro-batch, whose whole layout this is, to the routers."""
+        if self._replay is None:
+            return
+        if self._part is not None:
+            places = attention.places_of_part(layout, self._part).to(self._device)
+            self._replay.routers.arrange(places, layout.input_ids.numel())
+        self._replay.begin(batch, rows, layout.to(self._device))
 
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
@@ -191,9 +199,10 @@ class FSDPEngine(ShardedEngine):
             module.reshard()
 
     def _micro_batch_layouts(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], TokenLayout]]:
-        """Yield (row indices, layout on the device), equally often on every rank.
+        """Yield (row indices, layout on the CPU), equally often on every rank.
 
-        Ranks with fewer micro-batches add placeholders without rows. Peers share the tokens of each micro-batch.
+        Ranks with fewer micro-batches add placeholders without rows. Peers share the tokens of each micro-batch, whose
+        whole layout this is.
         """
         if self._part is not None and micro.max_tokens is not None:
             micro = replace(micro, max_tokens=micro.max_tokens * self._part.size)
@@ -205,11 +214,7 @@ class FSDPEngine(ShardedEngine):
         for number in range(num_passes):
             rows = groups[number] if number < len(groups) else []
             report_work(sum(map(len, groups[:number])), num_rows, "rows")
-            layout = self._count(layout_of(grid, rows, **how))
-            yield (
-                rows,
-                (layout if self._part is None else attention.part_of_layout(layout, self._part)).to(self._device),
-            )
+            yield rows, self._count(layout_of(grid, rows, **how))
 
 
 def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrl.workers.engine.routing.routes import MISSING, RoutingShape
+from hybridrl.workers.engine.routing.routes import RoutingShape
+from hybridrl.workers.engine.routing.token_share import TokenShare
 
 
 class GivenExperts:
@@ -81,8 +82,7 @@ class MegatronRouters:
         self._layers = [GivenExperts(router.layer_number - 1) for router in routers]  # megatron-core counts from 1
         for router, given in zip(routers, self._layers, strict=True):
             router.router_replay = given
-        self._places = torch.zeros(0, dtype=torch.int64)  # (t,) of this process's tokens in the layout, -1 for padding
-        self._num_tokens = 0
+        self._share = TokenShare(torch.zeros(0, dtype=torch.int64), 0, self._peers)
         self._kept: dict[int, torch.Tensor] = {}  # number of a micro-batch -> (2, t, L, K), used and own
         self._found = torch.zeros(0)  # that of the micro-batch which is read now, of all layers
 
@@ -102,20 +102,18 @@ class MegatronRouters:
         flat = places.t().flatten()  # megatron-core's rows are columns
         if self._sequence_peers is not None:
             flat = flat.chunk(self._sequence_peers.size())[self._sequence_peers.rank()]
-        self._places, self._num_tokens = flat, num_tokens
+        self._share = TokenShare(flat, num_tokens, self._peers)
 
     def give(self, routes: torch.Tensor | None) -> None:
         """Let the next passes use these experts (T, L, K), -1 for the routers' own. None: their own."""
-        local = None if routes is None else routes[self._places.clamp(min=0)]
-        if local is not None:
-            local[self._places < 0] = MISSING
+        local = None if routes is None else self._share.cut(routes)
         for layer in self._layers:
             layer.given = None if local is None else local[:, layer.layer].contiguous()
 
     def keep(self, number: int) -> None:
         """Keep what the routers chose that have just run for the micro-batch with this number."""
-        size = 2, len(self._places), self.shape.num_layers, self.shape.top_k
-        kept = self._kept.setdefault(number, self._places.new_zeros(size))
+        size = 2, len(self._share.places), self.shape.num_layers, self.shape.top_k
+        kept = self._kept.setdefault(number, self._share.places.new_zeros(size))
         for layer in self._layers:
             if layer.used is not None and layer.own is not None:
                 kept[0, :, layer.layer], kept[1, :, layer.layer] = layer.used, layer.own
@@ -129,17 +127,9 @@ class MegatronRouters:
 
     def taken(self) -> torch.Tensor:
         """Return the experts (T, L, K) of the recalled micro-batch. Collective among the peers."""
-        return self._in_layout(self._found[0])
+        return self._share.join(self._found[0])
 
     def differs(self) -> torch.Tensor:
         """Return for each token (T,) whether the routers would have chosen other experts in some layer. Collective."""
         used, own = self._found.sort(dim=-1).values
-        return self._in_layout((used != own).any(-1).any(-1).long()).bool()
-
-    def _in_layout(self, local: torch.Tensor) -> torch.Tensor:
-        is_real = self._places >= 0
-        whole = local.new_zeros(self._num_tokens, *local.shape[1:])
-        whole[self._places[is_real]] = local[is_real]
-        for group in self._peers:
-            dist.all_reduce(whole, group=group)
-        return whole
+        return self._share.join((used != own).any(-1).any(-1).long()).bool()

@@ -11,19 +11,22 @@ both would change the choice that is replayed, and NeMo-RL reports that the loss
 A hook knows its layer by its module and not by the order of calls: recomputation in the backward pass runs a router
 again, and must find the same experts. They stay until the next micro-batch.
 
-Shapes: T tokens, E experts of a layer, L layers with experts, K experts of a token.
+Shapes: T tokens of a layout, t of them in this process's passes, E experts of a layer, L layers with experts, K experts
+of a token.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.engine.routing.routes import RoutingShape
+from hybridrl.workers.engine.routing.token_share import TokenShare
 
 Rule = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """Router, logits (T, E) and experts (T, K) -> weights (T, K), equal to the router's own where the experts are."""
@@ -91,12 +94,14 @@ class RouterHooks:
 
     Args:
         model: A transformers model whose `check_family` passed.
+        peers: Groups of processes that share the tokens of a row.
 
     Attributes:
         shape: Sizes of its routing.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, *, peers: Sequence[dist.ProcessGroup] = ()):
+        self._peers = peers
         self._rule = RULES[model.config.get_text_config().model_type]
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
         if not routers:
@@ -105,29 +110,39 @@ class RouterHooks:
         self._experts: list[torch.Tensor | None] = [None] * len(routers)
         self._own: list[torch.Tensor | None] = [None] * len(routers)
         self._given: torch.Tensor | None = None
+        self._share: TokenShare | None = None
         self._verified: set[int] = set()
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._route, layer))
 
     def arrange(self, places: torch.Tensor, num_tokens: int) -> None:
-        """Do nothing: every pass has the tokens of the layout in their order."""
+        """Say which tokens the next passes have; without a call all of the layout, in their order.
+
+        Args:
+            places: (t,) int64, place of each token in the layout, -1 for a fill.
+            num_tokens: T.
+        """
+        self._share = TokenShare(places, num_tokens, self._peers)
 
     def give(self, routes: torch.Tensor | None) -> None:
         """Let the next passes use these experts (T, L, K); None: the routers' own.
 
         -1 is the router's own choice.
         """
-        self._given = routes
+        self._given = routes if routes is None or self._share is None else self._share.cut(routes)
 
     def taken(self) -> torch.Tensor:
-        """Return the experts (T, L, K) of the last forward pass."""
-        return torch.stack([experts for experts in self._experts if experts is not None], dim=1)
+        """Return the experts (T, L, K) of the last forward pass. Collective among the peers of a share."""
+        return self._of_layout(torch.stack([experts for experts in self._experts if experts is not None], dim=1))
 
     def differs(self) -> torch.Tensor:
-        """Return for each token (T,) whether the routers would have chosen other experts in some layer."""
+        """Return for each token (T,) whether the routers would have chosen other experts in some layer. Collective."""
         pairs = zip(self._experts, self._own, strict=True)
         found = [(_sorted(used) != _sorted(own)).any(-1) for used, own in pairs]
-        return torch.stack(found, dim=1).any(-1)
+        return self._of_layout(torch.stack(found, dim=1).any(-1).long()).bool()
+
+    def _of_layout(self, local: torch.Tensor) -> torch.Tensor:
+        return local if self._share is None else self._share.join(local)
 
     def _route(self, layer: int, router: nn.Module, args: Any, output: Any) -> Any:
         logits, weights, own = output

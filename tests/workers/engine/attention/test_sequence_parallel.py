@@ -12,6 +12,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.attention.sequence_parallel import part_of_layout
 from hybridrl.workers.engine.batching.layout import SequencePart, make_layout, token_grid
 from tests.support.workers.engine_cases import (
+    VOCAB,
     WHOLE,
     assert_same_weights,
     make_batch,
@@ -19,9 +20,11 @@ from tests.support.workers.engine_cases import (
     save_scorer,
     save_tiny_qwen2,
 )
+from tests.support.workers.routing_cases import save_mixture
 from tests.support.workers.sequence_parallel_cases import CASES, MODELS, rank, work
 
 RUN_S = 150
+ROUTING = ("routing_tokens", "routing_differ", "routing_missing", "routing_shared")
 pytestmark = [pytest.mark.timeout(2 * RUN_S + 60), pytest.mark.usefixtures("process_group")]
 
 
@@ -31,6 +34,7 @@ def folder(tmp_path_factory) -> Path:
     for name, changes in MODELS.items():
         save_tiny_qwen2(path / name, **changes)
     save_scorer(str(path / "tied"), path / "scorer")
+    save_mixture(path / "mixture", "Qwen3Moe", vocab_size=VOCAB, num_attention_heads=4)
     return path
 
 
@@ -92,6 +96,14 @@ def test_one_peer_reports_the_loss_and_all_have_the_same_rows(ranks, alone, name
     total = sum(stats["loss"] for one in found for stats in one["stats"])
     assert total == pytest.approx(sum(stats["loss"] for stats in alone(name)["stats"]), abs=1e-6)
     assert sum(stats["rows"] for one in found for stats in one["stats"]) == 24
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "replayed" in name and "shared" not in name])
+def test_peers_count_the_replayed_tokens_of_one_process(ranks, alone, name):
+    case = CASES[name]
+    expected, found = alone(name), [stats for result in ranks[case.world] for stats in result[name]["stats"]]
+    sums = [{key: sum(one[key] for one in stats) for key in ROUTING} for stats in (found, expected["stats"])]
+    assert sums[0] == sums[1] and 0.9 * sums[0]["routing_tokens"] < sums[0]["routing_differ"]
 
 
 def test_a_checkpoint_of_two_peers_loads_in_an_engine_of_four_and_in_one_process(ranks, folder):
