@@ -6,7 +6,9 @@ reads `sft_train.parquet` (from `data_preprocess.arithmetic`) and writes a direc
 `AutoModelForCausalLM` load: about 500 tokens, 0.38 million parameters. The model is untrained; `hybridrl.main_sft`
 teaches it the format of an answer. `--heads 4` makes it wider (0.56 million parameters): two tensor-parallel processes
 can share it, two heads each. `--vocabulary 2048` makes a larger tokenizer, for other text than the arithmetic.
-`--chat-template FILE` replaces the chat template, for example by one that shows tools.
+`--chat-template FILE` replaces the chat template, for example by one that shows tools. `--family` makes a model of
+another family, with the layers that it is known for: `qwen3_5_text` (recurrent layers beside attention) or `gpt_oss`
+(experts, attention sinks, sliding windows).
 """
 
 import argparse
@@ -18,10 +20,29 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 VOCABULARY = 512
 HEADS, HEAD_SIZE = 3, 32
+FAMILIES: dict[str, dict[str, Any]] = {  # transformers' model_type: what it is known for
+    "qwen2": {},
+    "qwen3_5_text": {
+        "head_dim": HEAD_SIZE,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": HEADS,
+        "linear_num_value_heads": HEADS,
+        "linear_key_head_dim": HEAD_SIZE,
+        "linear_value_head_dim": HEAD_SIZE,
+    },
+    "gpt_oss": {
+        "head_dim": HEAD_SIZE,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+}
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 # ChatML. The text between the generation markers is the assistant's. The loss of supervised fine-tuning is on these
@@ -79,35 +100,38 @@ def train_tokenizer(
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, heads: int = HEADS) -> Qwen2ForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, heads: int = HEADS, family: str = "qwen2"
+) -> PreTrainedModel:
     """Return the model in float32. Heads are 32 wide, the minimum of vLLM's CPU attention."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=heads * HEAD_SIZE,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.06,  # the usual 0.02 suits much wider models; here it learns the arithmetic much later
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": heads * HEAD_SIZE,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "initializer_range": 0.06,  # the usual 0.02 suits much wider models; here it learns the arithmetic much later
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | FAMILIES[family]))
+    return model
 
 
-def build(data: Path, out: Path, *, seed: int, heads: int = HEADS, **of_tokenizer: Any) -> int:
+def build(data: Path, out: Path, *, of_model: dict[str, Any], of_tokenizer: dict[str, Any]) -> int:
     """Write tokenizer and model to `out` and return the number of parameters.
 
-    `of_tokenizer`: for `train_tokenizer`.
+    `of_model`, `of_tokenizer`: for `make_model` and `train_tokenizer`.
     """
     tokenizer = train_tokenizer(read_texts(data / "sft_train.parquet"), **of_tokenizer)
-    model = make_model(tokenizer, seed=seed, heads=heads)
+    model = make_model(tokenizer, **of_model)
     tokenizer.save_pretrained(out)
     model.save_pretrained(out)
     return model.num_parameters()
@@ -125,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         "--vocabulary", type=int, default=VOCABULARY, help=f"tokens of the tokenizer (default: {VOCABULARY})"
     )
     parser.add_argument("--chat-template", type=Path, default=None, help="file of another chat template")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2", help="kind of model (default: qwen2)")
     args = parser.parse_args(argv)
     source = args.data / "sft_train.parquet"
     if not source.is_file():
@@ -135,8 +160,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     template = CHAT_TEMPLATE if args.chat_template is None else args.chat_template.read_text()
     of_tokenizer = {"vocabulary": args.vocabulary, "chat_template": template}
-    count = build(args.data, args.out, seed=args.seed, heads=args.heads, **of_tokenizer)
-    print(f"{args.out}: a Qwen2 with {count / 1e6:.2f} million random parameters and its tokenizer")
+    of_model = {"seed": args.seed, "heads": args.heads, "family": args.family}
+    count = build(args.data, args.out, of_model=of_model, of_tokenizer=of_tokenizer)
+    print(f"{args.out}: a {args.family} model with {count / 1e6:.2f} million random parameters and its tokenizer")
     return 0
 
 

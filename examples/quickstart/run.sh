@@ -4,8 +4,11 @@
 #
 #   bash examples/quickstart/run.sh [directory]      SEED=2 bash examples/quickstart/run.sh    another seed
 # UNTIL=sft ends after supervised fine-tuning; BACKEND=local runs without Ray, with the same numbers.
+# FAMILY=qwen3_5_text or gpt_oss makes a model of that family. What follows the directory are settings of GRPO:
+#   FAMILY=gpt_oss bash examples/quickstart/run.sh outputs/gpt_oss actor_rollout_ref.actor.router_replay.mode=R2
 set -euo pipefail
 OUT=${1:-outputs/quickstart}
+SETTINGS=("${@:2}")
 SEED=${SEED:-1}
 BACKEND=${BACKEND:-ray}
 PYTHON=${PYTHON:-python3}
@@ -25,7 +28,7 @@ mkdir -p "$OUT"
 touch "$MADE_HERE"
 rm -rf "$OUT"/{data,model,sft,grpo}
 $PYTHON -m data_preprocess.arithmetic --local_dir "$OUT/data" --seed "$SEED"
-$PYTHON -m examples.quickstart.build_model --data "$OUT/data" --out "$OUT/model" --seed "$SEED"
+$PYTHON -m examples.quickstart.build_model --data "$OUT/data" --out "$OUT/model" --seed "$SEED" --family "${FAMILY:-qwen2}"
 
 minutes() { printf '%d:%02d minutes' $(($1 / 60)) $(($1 % 60)); }
 SECONDS=0
@@ -82,5 +85,6 @@ $PYTHON -m hybridrl.main_ppo \
   trainer.seed="$SEED" \
   trainer.num_threads=1 \
   trainer.backend="$BACKEND" \
-  trainer.default_local_dir="$OUT/grpo"
+  trainer.default_local_dir="$OUT/grpo" \
+  "${SETTINGS[@]}"
 echo "== supervised fine-tuning took $(minutes "$SFT_SECONDS"), reinforcement learning $(minutes $((SECONDS - SFT_SECONDS)))"

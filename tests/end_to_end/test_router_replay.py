@@ -56,6 +56,41 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
     assert rows[0]["actor/routing/missing"] == 0 and rows[0]["actor/routing/differ"] < 0.5
 
 
+STEPS = {"trainer__test_freq": -1, "trainer__val_before_train": "false", "trainer__lag": 2}
+
+
+def numbers(rows: list[dict]) -> list[tuple]:
+    """Return what the update of each step gave."""
+    return [tuple(row[f"actor/{name}"] for name in ("grad_norm", "routing/differ", "routing/missing")) for row in rows]
+
+
+def test_pending_parts_of_responses_keep_their_routes_in_a_checkpoint(tmp_path, models):
+    changes = STEPS | R3 | {"trainer__partial_rollout": True, "actor_rollout_ref__rollout__mode": "async"}
+    changes |= {"trainer__total_training_steps": 4, "trainer__save_freq": 2}
+    whole = train(tmp_path / "whole", models["Qwen3Moe"], **changes)
+    assert [row["actor/routing/missing"] for row in whole] == [0] * 4 and whole[3]["actor/routing/differ"] > 0
+    again = f"{tmp_path / 'whole/run/global_step_2'}"
+    resumed = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": again}
+    rows = train(tmp_path / "again", models["Qwen3Moe"], **changes, **resumed)
+    assert numbers(rows) == numbers(whole[2:])
+
+
+def test_a_resumed_run_replays_samples_with_the_routes_of_their_rollout(tmp_path, models):
+    changes = STEPS | R3 | {"trainer__total_training_steps": 4, "trainer__save_freq": 2, "trainer__lag": 0}
+    changes |= {"trainer__replay__groups": 2, "trainer__staleness": 3}
+    changes |= {
+        "actor_rollout_ref__rollout__calculate_log_probs": "true",
+        "algorithm__rollout_correction__rollout_is": "token",
+    }
+    whole = train(tmp_path / "whole", models["Qwen3Moe"], **changes)
+    assert [row["actor/routing/missing"] for row in whole] == [0] * 4
+    assert [row.get("replay/rows") for row in whole] == [0, 6, 6, 6]
+    again = f"{tmp_path / 'whole/run/global_step_2'}"
+    resumed = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": again}
+    rows = train(tmp_path / "again", models["Qwen3Moe"], **changes, **resumed)
+    assert numbers(rows) == numbers(whole[2:])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
