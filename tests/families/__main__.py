@@ -56,6 +56,20 @@ A checkpoint of Qwen3.5 that has more than text trains as a model of text. An ex
 heads that predict several tokens (MTP), under the names of the checkpoint; neither is trained. The same holds for MTP
 of other families.
 """
+LEARN = """
+## Two of them learn
+
+The quick start makes a tiny model of another family, and its GRPO takes more settings (`make learn` runs both):
+
+```bash
+FAMILY=gpt_oss bash examples/quickstart/run.sh outputs/gpt_oss \\
+  actor_rollout_ref.actor.router_replay.mode=R3 actor_rollout_ref.rollout.enable_rollout_routing_replay=true
+FAMILY=qwen3_5_text bash examples/quickstart/run.sh outputs/qwen3_5
+```
+
+Held-out accuracy rose from 0.160 to 0.980 for gpt-oss, from 0.158 to 0.941 for Qwen3.5, in 10 and 21 minutes on two
+busy cores. The quick start's own Qwen2 reaches 0.994.
+"""
 KEPT = """
 ## Tensors in float32
 
@@ -89,7 +103,7 @@ def page() -> str:
     rows = {family: measure_family(family) for family in FAMILIES}
     table = [_line(family, row) for family, row in rows.items()]
     first = [BEGINNING, *table, COLUMNS, *_kinds(), KINDS.rstrip(), SPEED, *_speed()]
-    return "\n".join([*first, VLLM, *_vllm(), KEPT, *_kept(), *_notes(rows)]) + "\n"
+    return "\n".join([*first, VLLM, *_vllm(), LEARN.rstrip(), KEPT, *_kept(), *_notes(rows)]) + "\n"
 
 
 def _line(family: str, row: Row) -> str:

@@ -75,6 +75,8 @@ def _quantization_problems(config: PPOConfig, capabilities: RolloutCapabilities)
             f"{chosen}: {key}.name={rollout.name} does not declare it in capabilities.quantization; use {key}.name=hf, "
             "or leave it out"
         )
+    if config.only_generates:
+        yield f"{chosen}: only what an actor pushes is quantised, and here weights are read from disk; leave it out"
     if rollout.weight_sync.lora == "adapter":
         yield f"{chosen}: merged weights are quantised; set {key}.weight_sync.lora=merged"
 

@@ -32,9 +32,14 @@ class VersionedRollout(Rollout):
     """A `Rollout` that fingerprints the tensors it computes with, merges adapters, and measures the memory it frees.
 
     Engines implement the abstract methods, give an `engine_name`, and declare `reads_own_weights` and `adapters`.
+
+    Args:
+        setup: Settings and model.
+        names: Of the model's weights.
+        quantized: Names of weights that the engine holds as they are quantised.
     """
 
-    def __init__(self, setup: RolloutSetup, *, names: WeightNames):
+    def __init__(self, setup: RolloutSetup, *, names: WeightNames, quantized: Set[str] = frozenset()):
         super().__init__(setup)
         self._version = None  # until `_use_weights_on_disk` or a push
         self._awake = True
@@ -42,7 +47,7 @@ class VersionedRollout(Rollout):
         self._merger = (
             AdapterMerger(names, dtype=self.held)
             if setup.config.quantization is None
-            else weight_transfer.Dequantizer(names, dtype=self.held)
+            else weight_transfer.Dequantizer(names, dtype=self.held, kept=quantized)
         )
 
     @abstractmethod

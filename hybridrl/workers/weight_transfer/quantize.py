@@ -17,7 +17,7 @@ is not.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -133,13 +133,18 @@ def quantized_weights(weights: Iterable[NamedTensor], grid: Grid) -> Iterator[Na
 
 
 class Dequantizer:
-    """Turns the weights of a push into those that an engine without kernels for them computes with.
+    """Turns the weights of a push into those that an engine computes with.
 
     It stands where `AdapterMerger` does, and likewise knows which fingerprint the engine must have after a push.
+
+    Args:
+        names: Of the model's weights.
+        dtype: The rollout's.
+        kept: Names of weights for which the engine has kernels: they stay quantised.
     """
 
-    def __init__(self, names: WeightNames, *, dtype: Dtypes):
-        self._names, self._dtype, self._total = names, dtype, 0
+    def __init__(self, names: WeightNames, *, dtype: Dtypes, kept: Set[str] = frozenset()):
+        self._names, self._dtype, self._kept, self._total = names, dtype, kept, 0
 
     def expect_full_push(self, weights: Iterable[NamedTensor], *, is_hashed: bool) -> WeightStream:
         """Return the stream of a push, for `merge`.
@@ -172,14 +177,21 @@ class Dequantizer:
                     waiting[name] = tensor.clone()  # valid only until the next one is requested
                     continue
                 pair = (waiting.pop(other), tensor) if is_scale(name) else (tensor, waiting.pop(other))
-                name, tensor = weight, dequantize_blocks(*pair, pushed_dtype(name, self._dtype))
-            self._total += tensor_hash(tensor, pushed_dtype(name, self._dtype))
-            yield name, tensor
+                if weight in self._kept:
+                    yield from self._counted(weight + SCALE_ENDING, pair[1])
+                    yield from self._counted(weight, pair[0])
+                    continue
+                name, tensor = weight, dequantize_blocks(*pair, pushed_dtype(weight, self._dtype))
+            yield from self._counted(name, tensor)
         if waiting:
             raise StaleWeightsError(
                 f"{', '.join(sorted(waiting)[:3])}: a quantised weight and its scales came one without the other; push "
                 "all weights again"
             )
+
+    def _counted(self, name: str, tensor: torch.Tensor) -> Iterator[NamedTensor]:
+        self._total += tensor_hash(tensor, pushed_dtype(name, self._dtype))
+        yield name, tensor
 
     def expected_fingerprint(self, stream: WeightStream) -> int:
         """Return the fingerprint that the engine must have after all of `stream` went through `merge`."""

@@ -227,8 +227,13 @@ def check(tmp_path):
         ),
         (f"{MEGATRON} {LAYOUT}.sequence_parallel=true", "sequence_parallel=true: has no effect with"),
         (
-            "actor_rollout_ref.rollout.quantization=fp8 actor_rollout_ref.rollout.name=vllm",
-            "quantization=fp8: actor_rollout_ref.rollout.name=vllm does not declare it in capabilities.quantization",
+            "actor_rollout_ref.rollout.quantization=fp8 actor_rollout_ref.rollout.name=hf data.val_files=README.md "
+            "trainer.val_only=true trainer.resume_mode=disable",
+            "quantization=fp8: only what an actor pushes is quantised",
+        ),
+        (
+            "actor_rollout_ref.rollout.quantization=int8 actor_rollout_ref.rollout.name=vllm",
+            "quantization=int8: actor_rollout_ref.rollout.name=vllm does not declare it in capabilities.quantization",
         ),
         (
             "actor_rollout_ref.rollout.quantization=fp8 actor_rollout_ref.rollout.name=hf "

@@ -31,6 +31,7 @@ from hybridrl.workers.rollout.request_engine import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition
 from hybridrl.workers.rollout.versioned import VersionedRollout
+from hybridrl.workers.rollout.vllm.block_fp8 import fp8_weights, quantization_config
 from hybridrl.workers.rollout.vllm.engine_arguments import argument_problems, engine_arguments, require_known
 from hybridrl.workers.rollout.vllm.memory_release import device_bytes, resident_bytes
 from hybridrl.workers.rollout.vllm.process_state import preserve_process_state
@@ -50,7 +51,7 @@ ASSUMED: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"rope_parameters": {"mrope_interleaved": True}}},
 }
 """By family: settings that transformers takes for granted, and vLLM reads from `config.json`."""
-NOT_BUILT = "architecture|no other way to handle|supported only for"
+NOT_BUILT = "architecture|no other way to handle|supported only for|not supported for quantization"
 """In vLLM's errors about models that it does not build on this device."""
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -72,15 +73,19 @@ class VLLMRollout(VersionedRollout):
         tensor_parallel=True,
         images=frozenset(IMAGE_MODELS),
         routes=True,
+        quantization=frozenset({"fp8"}),
         sampling=frozenset(SAMPLING),
     )
 
     def __init__(self, setup: RolloutSetup):
-        super().__init__(setup, names=_weight_names(setup))
+        model = _empty_model(setup)
+        ranks, is_fp8 = setup.config.tensor_model_parallel_size, setup.config.quantization is not None
+        fp8 = fp8_weights(model, num_ranks=ranks) if is_fp8 else frozenset[str]()
+        super().__init__(setup, names=WeightNames.of(model), quantized=fp8)
         self._failure: Exception | None = None
         self._pictures = PictureReader(setup.model_path) if reads_images(load_hf_config(setup)) else None
         with preserve_process_state():
-            self._llm = _start_engine(setup)
+            self._llm = _start_engine(setup, {"quantization_config": quantization_config(model, fp8)} if is_fp8 else {})
             if setup.config.enable_rollout_routing_replay:
                 self.call_worker("log_routes")
             self._self_test()
@@ -257,14 +262,22 @@ class VLLMRollout(VersionedRollout):
         return self._llm.collective_rpc(method, args=args)[0]
 
 
-def _start_engine(setup: RolloutSetup) -> Any:
-    """Return a vLLM `LLM` for this setup."""
+def _start_engine(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
+    """Return a vLLM `LLM` for this setup.
+
+    Args:
+        setup: Settings and model.
+        text_settings: What the configuration of its text model has besides its own.
+    """
     _require_vllm()
     _set_environment()
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
+    from hybridrl.workers.rollout.vllm.kernels import use_plain_kernels
+
+    use_plain_kernels()
     device = torch.device(setup.device).type
     if current_platform.device_type != device:
         raise ConfigError(
@@ -282,7 +295,7 @@ def _start_engine(setup: RolloutSetup) -> Any:
         **_image_options(setup),
         **_attention_options(setup, device),
         trust_remote_code=setup.trust_remote_code,
-        hf_overrides=_overrides(setup),
+        hf_overrides=_overrides(setup, text_settings),
         generation_config="vllm",  # no sampling defaults from the model's directory
         load_format=setup.load_format,
         dtype=dtype,
@@ -343,7 +356,7 @@ def _attention_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
     return {"attention_backend": "CPU_MLA"} if latent and device == "cpu" else {}
 
 
-def _overrides(setup: RolloutSetup) -> Any:
+def _overrides(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
     """Return vLLM's `hf_overrides`: the user's, and text alone of a model that has more than text.
 
     The actor trains it as a model of text, whose names of weights are others.
@@ -352,16 +365,18 @@ def _overrides(setup: RolloutSetup) -> Any:
 
     found = load_hf_config(setup)
     if reads_images(found) or found.get_text_config() is found:
-        return ASSUMED.get(found.model_type, {}) | dict(setup.override_config)
+        return ASSUMED.get(found.model_type, {}) | dict(setup.override_config) | dict(text_settings)
     text_model: Any = AutoModelForCausalLM._model_mapping[type(found)]
-    return partial(_text_config, overrides=dict(setup.override_config), architecture=text_model.__name__)
+    own = {"architectures": [text_model.__name__], **text_settings}
+    return partial(_text_config, overrides=dict(setup.override_config), text_settings=own)
 
 
-def _text_config(found: Any, *, overrides: Mapping[str, Any], architecture: str) -> Any:
+def _text_config(found: Any, *, overrides: Mapping[str, Any], text_settings: Mapping[str, Any]) -> Any:
     for name, value in overrides.items():
         setattr(found, name, value)
     text = found.get_text_config()
-    text.architectures = [architecture]
+    for name, value in text_settings.items():
+        setattr(text, name, value)
     return text
 
 
@@ -422,12 +437,12 @@ def _set_environment() -> None:
         os.environ.setdefault(key, value)
 
 
-def _weight_names(setup: RolloutSetup) -> WeightNames:
-    """Return the weight names of the model's Hugging Face class, without allocating the weights."""
+def _empty_model(setup: RolloutSetup) -> torch.nn.Module:
+    """Return the model's Hugging Face class, without allocating the weights."""
     import transformers
 
     config = load_hf_config(setup)
     auto = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
     with torch.device("meta"):
-        model = auto.from_config(config, trust_remote_code=setup.trust_remote_code)
-    return WeightNames.of(model)
+        model: torch.nn.Module = auto.from_config(config, trust_remote_code=setup.trust_remote_code)
+    return model

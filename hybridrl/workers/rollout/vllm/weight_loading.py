@@ -21,6 +21,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
@@ -28,6 +29,8 @@ from vllm.platforms import current_platform
 
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, NamedTensor, fingerprint
 
+REBUILT = (UnquantizedFusedMoEMethod,) if current_platform.is_cpu() else (UnquantizedFusedMoEMethod, Fp8LinearMethod)
+"""Methods of layers whose parameters no longer are what a loader needs, once vLLM has loaded them."""
 DERIVED = {"W_UV", "W_UK_T"}
 """Parameters of latent attention that vLLM computes from `kv_b_proj.weight`."""
 DECAY = ".A"
@@ -46,7 +49,7 @@ def load_weights(model: Any, weights: Iterable[NamedTensor], *, config: VllmConf
         config: the engine's.
     """
     layers = [*model.modules()]
-    experts = [layer for layer in layers if isinstance(_method(layer), UnquantizedFusedMoEMethod)]
+    experts = [layer for layer in layers if isinstance(_method(layer), REBUILT)]
     if isinstance(model, (DeepseekV2ForCausalLM, GptOssForCausalLM)):
         weights = _one_by_one(weights, keeps_names=isinstance(model, GptOssForCausalLM))
     try:

@@ -15,9 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers import utils as linear_dispatch
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as EngineParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
@@ -38,24 +35,6 @@ from hybridrl.workers.rollout.vllm.memory_release import release_pages
 from hybridrl.workers.rollout.vllm.route_log import CapturedRoutes
 from hybridrl.workers.rollout.vllm.weight_loading import DECAY, PushedDecays, load_weights, pushed_parameters
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, fingerprint
-
-if current_platform.is_cpu():
-    # On CPU vLLM packs every Linear into a closure and drops `layer.weight`, so that weights could be neither replaced
-    # nor read back. This patch makes the layers compute with their plain weight. It must be in place before the model
-    # is built.
-    def _use_plain_weight(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    linear_dispatch.dispatch_cpu_unquantized_gemm = _use_plain_weight
-
-    # vLLM 0.32's kernel rotates only the first head of a query (T,H,D), as that of latent attention is.
-    _rotate_flat = RotaryEmbedding.forward_cpu
-
-    def _rotate(layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
-        rotate = _rotate_flat if query.ndim == 2 else RotaryEmbedding.forward_native
-        return rotate(layer, positions, query, key)
-
-    RotaryEmbedding.forward_cpu = _rotate  # type: ignore[method-assign, assignment]
 
 
 @dataclass
