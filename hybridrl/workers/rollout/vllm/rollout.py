@@ -23,7 +23,7 @@ from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.workers import engine
+from hybridrl.workers import engine, rollout
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
 from hybridrl.workers.images import PictureReader, collapsed
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
@@ -275,9 +275,7 @@ def _start_engine(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from hybridrl.workers.rollout.vllm.kernels import use_plain_kernels
-
-    use_plain_kernels()
+    rollout.use_plain_kernels()
     device = torch.device(setup.device).type
     if current_platform.device_type != device:
         raise ConfigError(
