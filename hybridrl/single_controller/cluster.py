@@ -113,4 +113,4 @@ def get_value(reference: Any, *, what: str, timeout_s: float, hint: str = "") ->
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
-        raise CallTimeout(f"{what} was not ready within {timeout_s:g} s{hint}") from None
+        raise CallTimeout(f"{what} was not ready within {timeout_s:.3g} s{hint}") from None

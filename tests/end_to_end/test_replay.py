@@ -1,6 +1,8 @@
 """`hybridrl replay`: steps that a run has kept, again in one process."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -92,6 +94,18 @@ def test_the_stage_with_the_first_nan_is_named(one_rank, capsys):
     assert "update_actor: rank 0, micro-batch 1 of 1: actor/pg_loss is nan" in report
     assert "the first NaN is written by update_actor" in report
     assert "old_log_prob" not in report
+
+
+@pytest.mark.slow
+def test_the_debugger_stops_before_each_stage_and_goes_on(one_rank):
+    command = [sys.executable, "-m", "hybridrl.cli", "replay", str(one_rank), "3", "--trust-remote-code", "--pdb"]
+    typed = "c\np name, len(ctx.batch)\n" + "c\n" * 20
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    stops = re.findall(r"> \S*/(\w+).py\(\d+\)(\w+)\(\)", done.stdout)
+    assert stops.count(("replay", "repeated")) == 4 and ("ranks", "_each_rank") in stops, done.stdout
+    assert "('reward', 6)" in done.stdout, done.stdout
+    assert done.stdout.count(": bit-equal (") == 6, done.stdout
 
 
 def test_what_cannot_be_repeated_is_refused_with_a_reason(one_rank, capsys):

@@ -91,6 +91,7 @@ VLLM = """
 What `python -m tests.families --vllm` saw with vLLM 0.32: a trained model is pushed to the `vllm` rollout, which had
 random weights, and log-probs of what it generates are compared with the engine's in float32. Heads have 32 dimensions.
 In bfloat16 a router may choose other experts than in float32. In the last column the engine replays the rollout's (R3).
+Where two families differ in bfloat16, so they do in transformers: with `hf` Llama has 0.1, gpt-oss and Qwen3-Next 0.5.
 
 | family | float32 | bfloat16 | bfloat16, routes replayed |
 |---|---|---|---|"""
