@@ -23,7 +23,7 @@ from hybridrl.cli import export_checkpoint
 from hybridrl.trainer.data.images import messages_with_images
 from hybridrl.trainer.data.row_files import prompt_table, write_table
 from hybridrl.workers.images import decoded_image
-from tests.support.workers.image_cases import read_processor
+from tests.support.workers.image_cases import model_inputs, read_processor
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,7 +205,7 @@ def log_probs_of_answers(folder: Path, rows: list[dict], answers: list[str]) -> 
         own = tokenizer(f"{answer}<|im_end|>")["input_ids"]
         ids, more = torch.tensor([[*tokens, *own]]), {}
         if inputs is not None:
-            more = {name: torch.from_numpy(inputs[name]) for name in ("pixel_values", "image_grid_thw")}
+            more = model_inputs(inputs)
             more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
         model.model.rope_deltas = None
         with torch.no_grad():

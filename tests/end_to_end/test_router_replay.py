@@ -3,7 +3,9 @@
 import pytest
 
 from hybridrl import main_ppo
-from tests.support.end_to_end.runs import settings, train
+from hybridrl.view.readers.failures import recoveries
+from tests.support.end_to_end.failing_runs import SAME, fault, hits, run_with
+from tests.support.end_to_end.runs import metrics, settings, train
 from tests.support.workers.routing_cases import FAMILIES, save_mixture
 
 SHORT = {"trainer__save_freq": -1, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
@@ -54,6 +56,34 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
     more = {"actor_rollout_ref__rollout__mode": "async", "data__max_response_length": 70}  # two chunks of a request
     rows = train(tmp_path, models["Qwen3Moe"], **SHORT, **R3, **more, trainer__total_training_steps=1)
     assert rows[0]["actor/routing/missing"] == 0 and rows[0]["actor/routing/differ"] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_routes_that_are_lost_with_their_rollout_are_sampled_again(tmp_path, tiny_tokenizer):
+    """The rollout dies while rewards are computed; the actor then needs the routes that it had stored."""
+    (tmp_path / "model").mkdir()
+    sizes = {"num_hidden_layers": 12, "num_experts_per_tok": 4}  # a batch's routes are large enough to be stored
+    model = save_mixture(tmp_path / "model", "Qwen3Moe", tokenizer=tiny_tokenizer, **sizes)
+    separate = {"trainer__n_gpus_per_node": 1, "actor_rollout_ref__rollout__n_gpus_per_node": 1}
+    (tmp_path / "reward.py").write_text(
+        "import time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    time.sleep(0.5)\n    return sum(map(ord, solution_str)) % 7\n"
+    )
+    common = SHORT | R3 | separate | {"custom_reward_function__path": tmp_path / "reward.py"}
+    found = {}
+    for name, faults in (("well", []), ("hit", [fault(2, "reward", "rollout")])):
+        done = run_with(tmp_path / name, model, *faults, **common)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert len(hits(tmp_path / name)) == len(faults)
+        found[name] = metrics(tmp_path / name / "run")
+    [recovery] = recoveries(str(tmp_path / "hit" / "run"))
+    assert recovery["lost"] == ["actor-0"] and recovery["back_at_step"] == 1
+    names = (*SAME[:3], "actor/routing/differ")
+    assert [[row.get(one) for one in names] for row in found["hit"]] == [
+        [row.get(one) for one in names] for row in found["well"]
+    ]
+    assert all(row["actor/routing/missing"] == 0 for row in found["hit"])
 
 
 @pytest.mark.parametrize(

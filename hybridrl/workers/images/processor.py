@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.algos.partition.row_images import RowImages, image_hash
+from hybridrl.data_plane.futures import stored
 from hybridrl.errors import ConfigError, DataError, model_errors
 from hybridrl.workers.engine.hf_model import IMAGE_MODELS, overridden_config, reads_images
 
@@ -112,7 +113,7 @@ class ImageProcessor:
         parts = np.split(pixels, ends[:-1])
         hashes = [image_hash(part, grid) for part, grid in zip(parts, grids, strict=True)]
         return np.repeat(tokens, repeats), {
-            "pixel_values": pixels,
+            "pixel_values": tuple(stored([pixels])),
             "image_grid_thw": grids,
             "image_starts": starts,
             "image_tokens": numbers,
