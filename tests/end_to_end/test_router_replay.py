@@ -78,7 +78,7 @@ def test_routes_that_are_lost_with_their_rollout_are_sampled_again(tmp_path, tin
         assert len(hits(tmp_path / name)) == len(faults)
         found[name] = metrics(tmp_path / name / "run")
     [recovery] = recoveries(str(tmp_path / "hit" / "run"))
-    assert recovery["lost"] == ["actor-0"] and recovery["back_at_step"] == 1
+    assert recovery["lost"] == ["actor-0", "rollout-0"] and recovery["back_at_step"] == 1
     names = (*SAME[:3], "actor/routing/differ")
     assert [[row.get(one) for one in names] for row in found["hit"]] == [
         [row.get(one) for one in names] for row in found["well"]

@@ -19,7 +19,7 @@ from hybridrl.trainer.data.images import messages_with_images
 from hybridrl.workers.engine.image_model import pixels_of
 from hybridrl.workers.images import ImageProcessor, decoded_image
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 RESPONSE = 6
 TEXTS = ["user assistant What is it ? no picture Compare to . a b c d e f g h i j k l m n o p q r s t u v w x y z"]
 
@@ -36,6 +36,11 @@ def save_tiny(folder: Path, family: str, **settings: Any) -> str:
                 parameter.mul_(8)
     model.save_pretrained(path)
     return str(path)
+
+
+def tower_runs(path: str) -> dict[str, Any]:
+    """Return what `override_config` needs so that the model of `save_tiny` reads images."""
+    return {"language_model_only": False} if Path(path).name.startswith("qwen3_5") else {}
 
 
 @cache

@@ -9,7 +9,14 @@ from hybridrl.errors import DataError
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.image_model import image_positions, pixels_of, vision_tower
 from tests.support.workers.engine_cases import WHOLE, gradients, make_engine, policy_loss, train, whole_weights
-from tests.support.workers.image_cases import FAMILIES, image_batch, plain_log_probs, plain_values, save_tiny
+from tests.support.workers.image_cases import (
+    FAMILIES,
+    image_batch,
+    plain_log_probs,
+    plain_values,
+    save_tiny,
+    tower_runs,
+)
 from tests.support.workers.image_rank import CASES, NUM_TOKENS, POLICY
 from tests.support.workers.megatron_models import run_ranks
 
@@ -47,7 +54,7 @@ def expected(models) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_plain_transformers(models, expected, family, layout):
     batch, (log_probs, grads) = image_batch(models[family]), expected[family]
-    engine = make_engine(models[family], **LAYOUTS[layout])
+    engine = make_engine(models[family], override_config=tower_runs(models[family]), **LAYOUTS[layout])
     micro = MicroBatching(max_rows=3)
     found = engine.forward(batch, micro, outputs=("log_probs",))["log_probs"]
     torch.testing.assert_close(found, log_probs, atol=1e-5, rtol=0)

@@ -1,5 +1,6 @@
 """The `hf` rollout with images, against the trainer's engine and plain transformers."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -15,7 +16,14 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.requests import Request
 from tests.support.workers.engine_cases import WHOLE, make_engine
-from tests.support.workers.image_cases import FAMILIES, image_batch, plain_log_probs, read_processor, save_tiny
+from tests.support.workers.image_cases import (
+    FAMILIES,
+    image_batch,
+    plain_log_probs,
+    read_processor,
+    save_tiny,
+    tower_runs,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +44,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 def start(path: str, **config):
     tokenizer, _ = read_processor(path)
     setup = RolloutSetup(path, RolloutConfig(**config), (tokenizer.eos_token_id,), tokenizer.pad_token_id, 64, 12)
-    return make_rollout("hf", setup)
+    return make_rollout("hf", replace(setup, override_config=tower_runs(path)))
 
 
 def prompts_of(path: str) -> DataProto:
@@ -55,7 +63,8 @@ def test_log_probs_of_samples_are_those_of_the_trainer_and_of_plain_transformers
     samples.non_tensor_batch[IMAGE_INPUTS] = np.repeat(prompts.non_tensor_batch[IMAGE_INPUTS], 3)
     lengths = samples.batch["response_mask"].sum(-1)
     assert lengths.min() < lengths.max()  # sequences were dropped while others went on
-    trained = make_engine(path, packed=True).forward(samples, WHOLE, outputs=("log_probs",))["log_probs"]
+    engine = make_engine(path, packed=True, override_config=tower_runs(path))
+    trained = engine.forward(samples, WHOLE, outputs=("log_probs",))["log_probs"]
     with torch.no_grad():
         plain = plain_log_probs(AutoModelForImageTextToText.from_pretrained(path).eval(), samples)
     torch.testing.assert_close(samples.batch["rollout_log_probs"], trained, atol=1e-5, rtol=0)
@@ -88,7 +97,8 @@ def test_vllm_samples_the_tokens_of_hf_with_its_log_probs_and_forgets_images_aft
     tokenizer, _ = read_processor(path)
     config = RolloutConfig(name="vllm", max_num_seqs=8, kv_cache_memory_mb=64)
     own = ((tokenizer.eos_token_id,), tokenizer.pad_token_id, 64, 12)
-    vllm = make_rollout("vllm", RolloutSetup(path, config, *own, load_format="dummy"))  # as in a run
+    setup = RolloutSetup(path, config, *own, load_format="dummy", override_config=tower_runs(path))
+    vllm = make_rollout("vllm", setup)  # as in a run
     for version, factor in enumerate((1, -0.5)):
         hf, model = start(path), AutoModelForImageTextToText.from_pretrained(path)
         with torch.no_grad():
