@@ -89,7 +89,9 @@ def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int, head:
         text |= {"head_dim": head, "layer_types": [*["linear_attention"] * (layers - 1), "full_attention"]}
         text["rope_parameters"] |= {"partial_rotary_factor": 1.0, "mrope_interleaved": True}
         text |= {f"linear_num_{name}_heads": heads for name in ("key", "value")}
-        text |= {f"linear_{name}_head_dim": head for name in ("key", "value")}
+        text |= {
+            f"linear_{name}_head_dim": head if head < 32 else 128 for name in ("key", "value")
+        }  # vLLM has kernels for 128
         if family == "qwen3_5_moe":
             text |= {"num_experts": 4, "num_experts_per_tok": 2}
             text |= {f"{name}intermediate_size": hidden // 2 for name in ("moe_", "shared_expert_")}
