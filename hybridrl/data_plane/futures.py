@@ -253,5 +253,16 @@ def arrays_of(entries: Iterable[Any]) -> list[Any]:
     return list(map(array_of, entries))
 
 
+def stored_again(column: np.ndarray) -> np.ndarray:
+    """Return a column whose stored arrays this process has stored: they outlive the processes that made them."""
+    places = [row for row, entry in enumerate(column) if isinstance(entry, StoredArray)]
+    if not places:
+        return column
+    column = column.copy()
+    for place, entry in zip(places, stored(arrays_of(column[places])), strict=True):
+        column[place] = entry
+    return column
+
+
 def _same(array: np.ndarray) -> np.ndarray:
     return array

@@ -60,8 +60,12 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_routes_that_are_lost_with_their_rollout_are_sampled_again(tmp_path, tiny_tokenizer):
-    """The rollout dies while rewards are computed; the actor then needs the routes that it had stored."""
+@pytest.mark.parametrize("lag", [0, 1])
+def test_routes_that_are_lost_with_their_rollout_are_sampled_again(tmp_path, tiny_tokenizer, lag):
+    """The rollout dies while rewards are computed; the actor then needs the routes that it had stored.
+
+    With a lag those of the next batch are in the snapshot.
+    """
     (tmp_path / "model").mkdir()
     sizes = {"num_hidden_layers": 12, "num_experts_per_tok": 4}  # a batch's routes are large enough to be stored
     model = save_mixture(tmp_path / "model", "Qwen3Moe", tokenizer=tiny_tokenizer, **sizes)
@@ -70,7 +74,7 @@ def test_routes_that_are_lost_with_their_rollout_are_sampled_again(tmp_path, tin
         "import time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    time.sleep(0.5)\n    return sum(map(ord, solution_str)) % 7\n"
     )
-    common = SHORT | R3 | separate | {"custom_reward_function__path": tmp_path / "reward.py"}
+    common = SHORT | R3 | separate | {"trainer__lag": lag} | {"custom_reward_function__path": tmp_path / "reward.py"}
     found = {}
     for name, faults in (("well", []), ("hit", [fault(2, "reward", "rollout")])):
         done = run_with(tmp_path / name, model, *faults, **common)

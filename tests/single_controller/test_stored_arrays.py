@@ -69,6 +69,7 @@ def test_what_the_driver_has_stored_is_sent_as_a_reference_with_every_call(reade
 
 def test_arrays_that_are_lost_with_their_worker_end_the_call_of_who_needs_them(maker, reader):
     made = maker.make(rows(0, 1, 2, 3), SIZE)
+    kept = maker.make(rows(0, 1, 2, 3), SIZE).stored_again()
     os.kill(maker.process_ids[1], signal.SIGKILL)
     reason = "arrays that it needs were lost with maker-1, which had stored them"
     with pytest.raises(WorkerLost, match=reason) as lost:
@@ -76,6 +77,7 @@ def test_arrays_that_are_lost_with_their_worker_end_the_call_of_who_needs_them(m
             reader.sums(made)
             time.sleep(0.2)
     assert (lost.value.role, lost.value.rank) == ("reader", 1)  # its peers may wait for it in a collective
+    assert reader.sums(kept).batch["sums"].tolist() == [0, SIZE, 2 * SIZE, 3 * SIZE]
     assert reader.sums(made[:2]).batch["sums"].tolist() == [0, SIZE]
     with pytest.raises(WorkerLost, match=reason) as lost:
         arrays_of(made.non_tensor_batch["arrays"])

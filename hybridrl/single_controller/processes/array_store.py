@@ -2,7 +2,8 @@
 
 The process that makes an array puts it there once. From then on a message has its reference, which the driver passes on
 unread. Ray deletes an object with its owner, the process that put it there. Arrays of a rollout that dies before the
-trainer has read them are generated again with their step.
+trainer has read them are generated again with their step. What is kept for later steps the driver stores once more, see
+`DataProto.stored_again`.
 """
 
 from dataclasses import dataclass
