@@ -60,6 +60,28 @@ def test_agents_return_the_routes_of_their_whole_conversation(tmp_path, models):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_routes_of_agents_reach_the_actor_from_a_separate_rollout_as_in_one_process(tmp_path, tiny_tokenizer):
+    (tmp_path / "model").mkdir()
+    sizes = {
+        "num_hidden_layers": 24,
+        "num_experts": 16,
+        "num_experts_per_tok": 8,
+    }  # a request's routes are large enough to be stored
+    model = save_mixture(tmp_path / "model", "Qwen3Moe", tokenizer=tiny_tokenizer, **sizes)
+    common = SHORT | R3 | {"actor_rollout_ref__rollout__mode": "async", "data__max_response_length": 60}
+    common |= {"trainer__total_training_steps": 2}
+    wanted = train(tmp_path / "local", model, **common)
+    separate = {"trainer__n_gpus_per_node": 1, "actor_rollout_ref__rollout__n_gpus_per_node": 1}
+    done = run_with(tmp_path / "ray", model, **common, **separate, actor_rollout_ref__actor__shuffle=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = (*SAME[:3], "actor/routing/missing", "actor/routing/load_max")
+    for found, row in zip(metrics(tmp_path / "ray" / "run"), wanted, strict=True):
+        assert [found[name] for name in names] == pytest.approx([row[name] for name in names], rel=1e-4, abs=1e-6)
+        assert found["actor/routing/missing"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_routes_that_are_lost_with_their_rollout_are_sampled_again(tmp_path, tiny_tokenizer, lag):
     """The rollout dies while rewards are computed; the actor then needs the routes that it had stored.
