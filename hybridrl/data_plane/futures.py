@@ -22,7 +22,7 @@ CollectFn = Callable[[list], Any]
 Fetch = Callable[[list], list]
 StoreArrays = Callable[[list[np.ndarray]], tuple[Any, Fetch] | None]
 # A store takes some milliseconds for an object of any size. Smaller arrays are stored together, up to this size.
-BLOCK_BYTES = 1024**2
+BLOCK_BYTES = 4 * 1024**2
 # Arrays that together have less are cheaper to send than to store.
 MIN_STORED_BYTES = 16 * 1024
 
