@@ -29,7 +29,7 @@ SPECIAL = [
 ]
 PATCH, MERGE = 8, 2  # pixels of a patch, and patches of a token, in each direction
 MIN_PIXELS, MAX_PIXELS = (PATCH * MERGE) ** 2, 64 * (PATCH * MERGE) ** 2  # 1 to 64 tokens
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 TEXTS = ["user assistant", *QUESTIONS.values(), *(answer for answers in ANSWERS.values() for answer in answers)]
 
 
@@ -85,6 +85,17 @@ def model_config(family: str, tokenizer: Any, *, hidden: int, layers: int, head:
     if family == "qwen3_vl":
         text["head_dim"] = head
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    elif family.startswith("qwen3_5"):
+        text |= {"head_dim": head, "layer_types": [*["linear_attention"] * (layers - 1), "full_attention"]}
+        text["rope_parameters"] |= {"partial_rotary_factor": 1.0, "mrope_interleaved": True}
+        text |= {f"linear_num_{name}_heads": heads for name in ("key", "value")}
+        text |= {
+            f"linear_{name}_head_dim": head if head < 32 else 128 for name in ("key", "value")
+        }  # vLLM has kernels for 128
+        if family == "qwen3_5_moe":
+            text |= {"num_experts": 4, "num_experts_per_tok": 2}
+            text |= {f"{name}intermediate_size": hidden // 2 for name in ("moe_", "shared_expert_")}
+        vision["num_position_embeddings"] = 64
     else:
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in PLACEHOLDERS.items()}

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import hybridrl
@@ -20,7 +20,7 @@ from hybridrl.planning.processes import Moment, PlannedProcess
 from hybridrl.trainer import ppo
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.ppo.stages import StepSettings, computes_old_log_probs
-from hybridrl.workers.engine.hf_model import reads_images
+from hybridrl.workers.engine.hf_model import TEXT_ONLY, choose_tower, reads_images
 from hybridrl.workers.engine.image_model import num_tower_params
 from hybridrl.workers.engine.memory_plan import MemoryParts
 from hybridrl.workers.engine.model_shape import ModelShape
@@ -43,7 +43,7 @@ def plan(arguments: argparse.Namespace) -> int:
     main_ppo.validate_config(config, with_inputs=False)
     named = _device(config, arguments)
     device, memory = named.device, named.memory
-    devices = Devices(read_shape=read_shape, device=device, memory=memory, budget=USABLE * memory)
+    devices = Devices(read_shape=shape_reader(config), device=device, memory=memory, budget=USABLE * memory)
     processes = devices.plan(config)
     problem = devices.problem(config, processes)
     found = [*candidates(config, devices)]
@@ -195,7 +195,7 @@ def expected_step(config: PPOConfig, device: Device, *, on: str) -> str:
 
 def planned_seconds(config: PPOConfig, device: Device, *, tokens: int) -> dict[str, float]:
     """Return the expected seconds of a step's stages by name, if responses have so many tokens."""
-    policy, shape = config.actor_rollout_ref, read_shape(str(config.actor_rollout_ref.model.path))
+    policy, shape = config.actor_rollout_ref, shape_reader(config)(str(config.actor_rollout_ref.model.path))
     value_bytes = 4 if training_dtype(config, "cuda" if device in DEVICES.values() else "cpu") == "float32" else 2
     model = Model(shape.params, shape.layers, shape.hidden, shape.kv_width, value_bytes)
     overheads: dict[str, Any] = {} if device in DEVICES.values() else dict.fromkeys(CLUSTER_OVERHEADS, 0.0)
@@ -233,9 +233,18 @@ def _device(config: PPOConfig, arguments: argparse.Namespace) -> PlannedDevice:
     return PlannedDevice(str(here), device, here.memory, is_here=True, bfloat16=fast)
 
 
+def shape_reader(config: PPOConfig) -> Callable[[str], ModelShape]:
+    """Return `read_shape` for the models of a run, whose policy says whether towers run."""
+    return partial(read_shape, text_only=bool(config.actor_rollout_ref.model.override_config.get(TEXT_ONLY, True)))
+
+
 @cache
-def read_shape(path: str) -> ModelShape:
+def read_shape(path: str, *, text_only: bool = True) -> ModelShape:
     """Return the shape of a model by its directory or hub name.
+
+    Args:
+        path: Directory or hub name.
+        text_only: Of a model whose tower runs only if it is asked for, see `choose_tower`.
 
     Raises:
         ConfigError: Its config cannot be read, or lacks an entry.
@@ -244,6 +253,7 @@ def read_shape(path: str) -> ModelShape:
 
     try:
         found = AutoConfig.from_pretrained(path)
+        choose_tower(found, {TEXT_ONLY: text_only})
         tower = num_tower_params(found) if reads_images(found) else 0
         return replace(ModelShape.of(found), tower=tower)
     except (OSError, ValueError, KeyError) as error:
@@ -254,7 +264,7 @@ def read_shape(path: str) -> ModelShape:
 def tower_line(config: PPOConfig) -> str:
     """Return a line about the vision tower and the tokens of images, "" without one."""
     model, limit = config.actor_rollout_ref.model, config.data.max_prompt_length
-    shape = read_shape(str(model.path))
+    shape = shape_reader(config)(str(model.path))
     if not shape.tower:
         return ""
     processor = load_processor(model, load_tokenizer(str(model.path), key="actor_rollout_ref.model.path"), config.data)

@@ -21,7 +21,7 @@ from typing import Any, Self, SupportsIndex, TypeVar
 import numpy as np
 import torch
 
-from hybridrl.data_plane import columns, conversion, merging, serialization
+from hybridrl.data_plane import columns, conversion, futures, merging, serialization
 from hybridrl.data_plane.chunking import AUTO_PADDING_KEY
 from hybridrl.data_plane.conversion import TensorDict
 from hybridrl.data_plane.merging import (
@@ -209,6 +209,12 @@ class DataProto(Rows):
         selected = self._with_columns(None if self._batch is None else self._batch.select(*tensors), arrays)
         selected.meta_info = meta_info
         return selected
+
+    def stored_again(self) -> Self:
+        """Return the batch for later steps: arrays that other processes have stored are stored by this one."""
+        kept = self.select()
+        kept.non_tensor_batch = {name: futures.stored_again(column) for name, column in self.non_tensor_batch.items()}
+        return kept
 
     def pop(
         self,

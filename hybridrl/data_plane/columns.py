@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from hybridrl.data_plane.futures import array_of
 from hybridrl.errors import DataError
 
 Column = torch.Tensor | np.ndarray
@@ -218,6 +219,7 @@ def deep_equal(a: Any, b: Any) -> bool:
     NaN equals NaN, 1 equals 1.0 as in Python, and a tensor never equals an array. Complex numbers are compared part by
     part, so a NaN in one part does not hide a difference in the other.
     """
+    a, b = array_of(a), array_of(b)
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

@@ -1,20 +1,30 @@
-"""`DataProtoFuture`: a batch that is still on the workers, as one reference per shard.
+"""References in place of data: `DataProtoFuture` for a batch, `StoredArray` for an array of an object column.
 
 The driver moves references, not tokens. If a worker group has as many workers as the future has shards, each shard is
-forwarded unread. This module does not interpret references: the creator of a future passes a function that fetches
-them.
+forwarded unread. The large arrays of a batch that the driver does read, such as the patches of images, are stored by
+the process that makes them, and read by the workers that compute with them.
+
+This module does not interpret references: who makes them passes a function that fetches them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from hybridrl.data_plane.chunking import even_bounds
 from hybridrl.errors import DataError
 
 CollectFn = Callable[[list], Any]
+Fetch = Callable[[list], list]
+StoreArrays = Callable[[list[np.ndarray]], tuple[Any, Fetch] | None]
+# A store takes some milliseconds for an object of any size. Smaller arrays are stored together, up to this size.
+BLOCK_BYTES = 4 * 1024**2
+# Arrays that together have less are cheaper to send than to store.
+MIN_STORED_BYTES = 16 * 1024
 
 
 def concat_shards(shards: list) -> Any:
@@ -132,3 +142,127 @@ def _chunk_of(then: Callable[[Any], Any] | None, index: int, parts: int, batch: 
 
 def _slice_of(start: int, stop: int, batch: Sequence) -> Any:
     return batch[start:stop]
+
+
+class StoredArray:
+    """An array that the processes of a run send each other as a reference, until one reads it. Not written to.
+
+    Ray sends the reference (`single_controller/processes/array_store.py`). Any other pickle has the array itself, a
+    plain one. So an entry of an object column may be either; `array_of` reads both.
+
+    Args:
+        block: Arrays that were stored together.
+        index: Which of them.
+    """
+
+    __slots__ = ("block", "index")
+
+    def __init__(self, block: "StoredBlock", index: int):
+        self.block, self.index = block, index
+
+    def read(self) -> np.ndarray:
+        """Return the array; it may be read-only memory that other processes read, too."""
+        return self.block.read()[self.index]
+
+    def __reduce__(self) -> tuple:
+        return _same, (self.read(),)
+
+    def __deepcopy__(self, memo: Any) -> "StoredArray":
+        return self
+
+
+@dataclass(eq=False)
+class StoredBlock:
+    """Arrays behind one reference.
+
+    Attributes:
+        reference: Of the list of arrays.
+        fetch: Returns the values of a list of references, with a timeout of its own.
+        arrays: The list, once this process has read it.
+    """
+
+    reference: Any
+    fetch: Fetch
+    arrays: list[np.ndarray] | None = None
+
+    def read(self) -> list[np.ndarray]:
+        """Return the arrays, from the second time on without fetching them."""
+        if self.arrays is None:
+            [self.arrays] = self.fetch([self.reference])
+        return self.arrays
+
+    def __reduce__(self) -> tuple:
+        return StoredBlock, (self.reference, self.fetch)
+
+
+class _Store:
+    """The store of this process; None in one without Ray."""
+
+    put: StoreArrays | None = None
+
+
+def use_array_store(put: StoreArrays) -> None:
+    """Let `stored` put arrays there from now on, in this process. It returns reference and fetch, or None."""
+    _Store.put = put
+
+
+def stored(arrays: Sequence[np.ndarray]) -> list[Any]:
+    """Return entries of an object column for these arrays: stored ones if this process has a store.
+
+    Small arrays stay as they are.
+    """
+    if _Store.put is None or sum(array.nbytes for array in arrays) < MIN_STORED_BYTES:
+        return list(arrays)
+    entries: list[Any] = []
+    for group in _groups(arrays):
+        found = _Store.put(group)
+        block = None if found is None else StoredBlock(*found)
+        entries += group if block is None else [StoredArray(block, index) for index in range(len(group))]
+    return entries
+
+
+def _groups(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """Return consecutive arrays in groups of at most `BLOCK_BYTES`, or of one larger array."""
+    groups: list[list[np.ndarray]] = []
+    size = BLOCK_BYTES
+    for array in arrays:
+        size += array.nbytes
+        if size > BLOCK_BYTES:
+            groups.append([])
+            size = array.nbytes
+        groups[-1].append(array)
+    return groups
+
+
+def array_of(entry: Any) -> Any:
+    """Return the array of an entry that may be a `StoredArray`; anything else unchanged."""
+    return entry.read() if isinstance(entry, StoredArray) else entry
+
+
+def arrays_of(entries: Iterable[Any]) -> list[Any]:
+    """Return `array_of` each entry. All that is not here yet is fetched at once."""
+    entries = list(entries)
+    missing = {id(entry.block): entry.block for entry in entries if isinstance(entry, StoredArray)}
+    by_fetch: dict[Fetch, list[StoredBlock]] = {}
+    for block in missing.values():
+        if block.arrays is None:
+            by_fetch.setdefault(block.fetch, []).append(block)
+    for fetch, blocks in by_fetch.items():
+        for block, arrays in zip(blocks, fetch([block.reference for block in blocks]), strict=True):
+            block.arrays = arrays
+    return list(map(array_of, entries))
+
+
+def stored_again(column: np.ndarray) -> np.ndarray:
+    """Return a column whose stored arrays this process has stored: they outlive the processes that made them."""
+    places = [row for row, entry in enumerate(column) if isinstance(entry, StoredArray)]
+    if not places:
+        return column
+    column = column.copy()
+    for place, entry in zip(places, stored(arrays_of(column[places])), strict=True):
+        column[place] = entry
+    return column
+
+
+def _same(array: np.ndarray) -> np.ndarray:
+    return array

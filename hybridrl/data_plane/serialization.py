@@ -16,6 +16,7 @@ import torch
 
 from hybridrl.data_plane.columns import jagged_dim, jagged_offsets, private_copy, without_holes
 from hybridrl.data_plane.conversion import TensorDict
+from hybridrl.data_plane.futures import StoredArray
 from hybridrl.data_plane.meta_info import GenerationRequest, UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.system.atomic_write import atomic_write
@@ -171,6 +172,8 @@ class _PlainPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return deserialize_single_tensor, (serialize_single_tensor(value, wrap=bytearray),)
+        if isinstance(value, StoredArray):
+            return value.read().__reduce_ex__(5)
         if isinstance(value, type | FunctionType | BuiltinFunctionType):
             _check_plain(value.__module__, value.__qualname__)
         return NotImplemented

@@ -32,6 +32,7 @@ from hybridrl.workers.engine.base import (
     resolve_dtype,
 )
 from hybridrl.workers.engine.checkpoint_files import raise_on_all_ranks
+from hybridrl.workers.engine.hf_model import overrides_for
 from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak
 from hybridrl.workers.losses import REJECTED, GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
@@ -56,7 +57,7 @@ def engine_setup(
         settings=settings,
         device=device,
         trust_remote_code=policy.trust_remote_code,
-        override_config=dict(policy.override_config) if path == policy.path else {},
+        override_config=overrides_for(required_path(path), policy.path, policy.override_config),
         temperature=config.actor_rollout_ref.rollout.temperature,
         seed=config.trainer.seed,
         whole_logits=not policy.use_fused_kernels,

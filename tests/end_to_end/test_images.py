@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from examples.vision.build_model import TEXTS, build_model, make_tokenizer
@@ -23,7 +24,7 @@ from hybridrl.cli import export_checkpoint
 from hybridrl.trainer.data.images import messages_with_images
 from hybridrl.trainer.data.row_files import prompt_table, write_table
 from hybridrl.workers.images import decoded_image
-from tests.support.workers.image_cases import read_processor
+from tests.support.workers.image_cases import model_inputs, read_processor
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,6 +94,29 @@ def test_grpo_with_pictures_trains_what_it_sampled_and_exports_a_model_that_load
     assert before.keys() == after.keys() and not torch.equal(
         *(s["model.visual.patch_embed.proj.weight"] for s in (before, after))
     )
+    assert AutoImageProcessor.from_pretrained(tmp_path / "hf").patch_size == 8
+
+
+def test_qwen3_5_reads_pictures_if_it_is_not_said_to_be_of_text_only(folder, tmp_path, caplog, capsys):
+    model = build_model(tmp_path / "model", family="qwen3_5")
+    more = load_file(model / "model.safetensors") | {"mtp.norm.weight": torch.ones(64)}
+    save_file(more, model / "model.safetensors", metadata={"format": "pt"})
+    actor = "actor_rollout_ref__actor__"
+    changes = {"actor_rollout_ref__model__path": model, f"{actor}calculate_old_log_probs": True}
+    changes |= {f"{actor}entropy_coeff": 0.1}  # all of its first answers may have the same reward
+    assert main_ppo.main(words(folder, tmp_path / "text", **changes)) != 0
+    assert "Qwen3.5 does with model.override_config.language_model_only=false" in capsys.readouterr().err + caplog.text
+    changes |= {"actor_rollout_ref__model__override_config__language_model_only": "false"}
+    assert main_ppo.main(words(folder, tmp_path / "run", **changes)) == 0
+    rows = [row for row in metrics(tmp_path / "run") if "training/rollout_log_probs_diff_max" in row]
+    assert len(rows) == 2 and all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 and row["actor/shared_prefix_ratio"] > 0.3 for row in rows)
+    export_checkpoint(str(tmp_path / "run" / "global_step_2"), str(tmp_path / "hf"))
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "hf"))
+    assert before.keys() == after.keys()
+    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    assert "mtp.norm.weight" in unchanged and not any(".visual." in name for name in unchanged)
+    assert not AutoConfig.from_pretrained(tmp_path / "hf").language_model_only
     assert AutoImageProcessor.from_pretrained(tmp_path / "hf").patch_size == 8
 
 
@@ -205,7 +229,7 @@ def log_probs_of_answers(folder: Path, rows: list[dict], answers: list[str]) -> 
         own = tokenizer(f"{answer}<|im_end|>")["input_ids"]
         ids, more = torch.tensor([[*tokens, *own]]), {}
         if inputs is not None:
-            more = {name: torch.from_numpy(inputs[name]) for name in ("pixel_values", "image_grid_thw")}
+            more = model_inputs(inputs)
             more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
         model.model.rope_deltas = None
         with torch.no_grad():

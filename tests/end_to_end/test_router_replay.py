@@ -3,7 +3,9 @@
 import pytest
 
 from hybridrl import main_ppo
-from tests.support.end_to_end.runs import settings, train
+from hybridrl.view.readers.failures import recoveries
+from tests.support.end_to_end.failing_runs import SAME, fault, hits, run_with
+from tests.support.end_to_end.runs import metrics, settings, train
 from tests.support.workers.routing_cases import FAMILIES, save_mixture
 
 SHORT = {"trainer__save_freq": -1, "trainer__test_freq": -1, "trainer__val_before_train": "false"}
@@ -89,6 +91,60 @@ def test_a_resumed_run_replays_samples_with_the_routes_of_their_rollout(tmp_path
     resumed = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": again}
     rows = train(tmp_path / "again", models["Qwen3Moe"], **changes, **resumed)
     assert numbers(rows) == numbers(whole[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_routes_of_agents_reach_the_actor_from_a_separate_rollout_as_in_one_process(tmp_path, tiny_tokenizer):
+    (tmp_path / "model").mkdir()
+    sizes = {
+        "num_hidden_layers": 24,
+        "num_experts": 16,
+        "num_experts_per_tok": 8,
+    }  # a request's routes are large enough to be stored
+    model = save_mixture(tmp_path / "model", "Qwen3Moe", tokenizer=tiny_tokenizer, **sizes)
+    common = SHORT | R3 | {"actor_rollout_ref__rollout__mode": "async", "data__max_response_length": 60}
+    common |= {"trainer__total_training_steps": 2}
+    wanted = train(tmp_path / "local", model, **common)
+    separate = {"trainer__n_gpus_per_node": 1, "actor_rollout_ref__rollout__n_gpus_per_node": 1}
+    done = run_with(tmp_path / "ray", model, **common, **separate, actor_rollout_ref__actor__shuffle=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = (*SAME[:3], "actor/routing/missing", "actor/routing/load_max")
+    for found, row in zip(metrics(tmp_path / "ray" / "run"), wanted, strict=True):
+        assert [found[name] for name in names] == pytest.approx([row[name] for name in names], rel=1e-4, abs=1e-6)
+        assert found["actor/routing/missing"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_routes_that_are_lost_with_their_rollout_are_sampled_again(tmp_path, tiny_tokenizer, lag):
+    """The rollout dies while rewards are computed; the actor then needs the routes that it had stored.
+
+    With a lag those of the next batch are in the snapshot.
+    """
+    (tmp_path / "model").mkdir()
+    sizes = {"num_hidden_layers": 12, "num_experts_per_tok": 4}  # a batch's routes are large enough to be stored
+    model = save_mixture(tmp_path / "model", "Qwen3Moe", tokenizer=tiny_tokenizer, **sizes)
+    separate = {"trainer__n_gpus_per_node": 1, "actor_rollout_ref__rollout__n_gpus_per_node": 1}
+    (tmp_path / "reward.py").write_text(
+        "import time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    time.sleep(0.5)\n    return sum(map(ord, solution_str)) % 7\n"
+    )
+    common = SHORT | R3 | separate | {"trainer__lag": lag} | {"custom_reward_function__path": tmp_path / "reward.py"}
+    found = {}
+    for name, faults in (("well", []), ("hit", [fault(2, "reward", "rollout")])):
+        done = run_with(tmp_path / name, model, *faults, **common)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert len(hits(tmp_path / name)) == len(faults)
+        found[name] = metrics(tmp_path / name / "run")
+    [recovery] = recoveries(str(tmp_path / "hit" / "run"))
+    assert recovery["lost"] == ["actor-0", "rollout-0"] and recovery["back_at_step"] == 1
+    names = (*SAME[:3], "actor/routing/differ")
+    assert [[row.get(one) for one in names] for row in found["hit"]] == [
+        [row.get(one) for one in names] for row in found["well"]
+    ]
+    assert all(row["actor/routing/missing"] == 0 for row in found["hit"])
 
 
 @pytest.mark.parametrize(

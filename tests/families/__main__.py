@@ -52,7 +52,8 @@ Recurrent layers run transformers' torch code where `causal_conv1d`, `flash-line
 installed; transformers logs which one is missing. A segment that others continue keeps its last state and the last
 inputs of the convolution. They start from both, so that they and their gradients are exact.
 
-A checkpoint of Qwen3.5 that has more than text trains as a model of text. An export keeps its vision tower and its
+A checkpoint of Qwen3.5 that has more than text trains as a model of text, unless it is asked to read
+[images](images.md#qwen35-text-or-images). An export keeps its vision tower and its
 heads that predict several tokens (MTP), under the names of the checkpoint; neither is trained. The same holds for MTP
 of other families.
 """

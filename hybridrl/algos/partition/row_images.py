@@ -1,7 +1,7 @@
 """Images of a batch's rows, as its processor made them for the model.
 
 The object column `multi_modal_inputs` has a `RowImages` per row, or None for a row without images. The samples of one
-prompt share one object, so that pickle writes the pixels of a prompt once. Arrays travel out of band, as tensors do.
+prompt share one object, so that pickle writes the pixels of a prompt once. On Ray a message has references to them.
 `multi_modal_data`, the encoded images, stays in the driver. Both names are verl's.
 
 Shapes: K images of a row, N patches of all of them, D numbers of a patch.
@@ -22,14 +22,14 @@ IMAGE_INPUTS, IMAGE_DATA = "multi_modal_inputs", "multi_modal_data"
 class RowImages(TypedDict):
     """The images of a row, in the order of its tokens.
 
-    pixel_values: (N,D) float32, the normalized patches.
+    pixel_values: (N,D) float32 in parts, arrays or `StoredArray`s: the normalized patches. `pixels_of` reads them.
     image_grid_thw: (K,3) int64, patches of each image in time, height and width.
     image_starts: (K,) int64, place of its first token among the row's real tokens.
     image_tokens: (K,) int64, its number of tokens.
     image_hashes: (K,) int64, negative, equal for equal images only.
     """
 
-    pixel_values: np.ndarray
+    pixel_values: tuple[Any, ...]
     image_grid_thw: np.ndarray
     image_starts: np.ndarray
     image_tokens: np.ndarray
@@ -45,9 +45,12 @@ def joined_images(parts: Sequence[tuple[int, "RowImages | None"]]) -> "RowImages
     found = [(start, images) for start, images in parts if images is not None]
     if len(found) < 2 and all(start == 0 for start, _ in found):
         return found[0][1] if found else None
-    moved = [{**images, "image_starts": images["image_starts"] + start} for start, images in found]
+    moved: list[Any] = [{**images, "image_starts": images["image_starts"] + start} for start, images in found]
+    names = RowImages.__annotations__.keys() - {"pixel_values"}
+    pixels = tuple(part for images in moved for part in images["pixel_values"])
     return cast(
-        RowImages, {name: np.concatenate([images[name] for images in moved]) for name in RowImages.__annotations__}
+        RowImages,
+        {"pixel_values": pixels, **{name: np.concatenate([images[name] for images in moved]) for name in names}},
     )
 
 

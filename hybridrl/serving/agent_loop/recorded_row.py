@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from hybridrl.algos.partition.row_images import RowImages
+from hybridrl.data_plane.futures import array_of
 from hybridrl.serving.agent_loop.base import AgentLoopOutput
 from hybridrl.workers.rollout.requests import TokenOutput
 
@@ -50,7 +51,7 @@ def pop_records(columns: dict[str, np.ndarray]) -> list[RecordedRow]:
 def _dump_turns(turns: Mapping[str, TokenOutput]) -> str:
     return json.dumps(
         [[k, t.token_ids, t.log_probs, t.finish_reason, t.version, t.mixed, t.routes] for k, t in turns.items()],
-        default=lambda value: value.tolist(),
+        default=_plain,
     )
 
 
@@ -63,7 +64,12 @@ def _load_turns(text: str) -> dict[str, TokenOutput]:
 
 def _dump_output(output: AgentLoopOutput | None) -> str:
     values = None if output is None else asdict(output)
-    return json.dumps(values, default=lambda value: value.tolist())  # numbers of numpy and torch
+    return json.dumps(values, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return an array, or a number of numpy or torch, as JSON has it."""
+    return array_of(value).tolist()
 
 
 def _load_output(text: str) -> AgentLoopOutput | None:
@@ -81,9 +87,9 @@ def _images_from(stored: dict[str, Any] | None) -> RowImages | None:
     """Return stored images; earlier versions have stored none."""
     if stored is None:
         return None
-    pixels, counted = np.array(stored.pop("pixel_values"), dtype=np.float32), stored.items()
-    arrays = {name: np.array(values, dtype=np.int64) for name, values in counted}
-    return cast(RowImages, {"pixel_values": pixels, **arrays})
+    parts = tuple(np.array(part, dtype=np.float32) for part in stored.pop("pixel_values"))
+    arrays = {name: np.array(values, dtype=np.int64) for name, values in stored.items()}
+    return cast(RowImages, {"pixel_values": parts, **arrays})
 
 
 def _routes_from(stored: list[Any]) -> np.ndarray | None:

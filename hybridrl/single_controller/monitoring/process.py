@@ -108,6 +108,7 @@ class ProcessState:
         lost_reasons: How actors were lost, by actor id (hex), as the master reported it.
         expects_reports: Whether the master reports every lost worker of this process's job to it.
         start_times: Seconds of those parts of a worker's start that only its process can measure.
+        worker: Role (several joined by "+") and rank of this process; None in a driver.
         work: What the call in progress has done so far, if it counts.
         event_loop: Where coroutines run, on a thread of its own; started by the first coroutine.
         lock: Held to change the tables and to start the loop.
@@ -120,6 +121,7 @@ class ProcessState:
     lost_reasons: dict[str, str] = field(default_factory=dict)
     expects_reports: bool = False
     start_times: PartTimes = field(default_factory=PartTimes)
+    worker: tuple[str, int] | None = None
     work: WorkDone | None = None
     event_loop: asyncio.AbstractEventLoop | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -30,6 +30,7 @@ from hybridrl.single_controller.invocation import MAGIC_ATTR, Invocation, endpoi
 from hybridrl.single_controller.monitoring.heartbeat_client import MASTER_VARIABLE, HeartbeatClient
 from hybridrl.single_controller.monitoring.process import PROCESS
 from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, call_span, start_recording
+from hybridrl.single_controller.processes.array_store import share_arrays
 from hybridrl.single_controller.references import materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.system.rendezvous import reserve_address
@@ -125,6 +126,8 @@ class WorkerHost:
             error.add_note(_address(role, rank_info.rank, "setup"))
             raise
         self.rank_info = rank_info
+        PROCESS.worker = "+".join(self.workers), rank_info.rank
+        share_arrays(*PROCESS.worker)
         if directory := os.environ.get(DIRECTORY_VARIABLE):
             start_recording(directory, f"{'+'.join(self.workers)}-{rank_info.rank}")
         for role, worker in self.workers.items():

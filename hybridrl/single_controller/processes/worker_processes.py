@@ -16,6 +16,7 @@ from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.invocation import CONTROL
 from hybridrl.single_controller.monitoring.process import PROCESS, PartTimes
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.processes.array_store import DRIVER, share_arrays
 from hybridrl.single_controller.processes.host_start import ProcessRecipe, node_devices, nodes_of, start_host
 from hybridrl.single_controller.processes.termination import kill_actors, kill_processes
 from hybridrl.single_controller.worker import RankInfo, Worker
@@ -72,6 +73,8 @@ class WorkerProcesses:
     def _register(self) -> None:
         names = {host._actor_id.hex(): name for host, name in zip(self.hosts, self.names, strict=True)}
         PROCESS.register_actors(self.addresses, names if CONTROL in self.concurrency_groups else {})
+        if PROCESS.worker is None:
+            share_arrays(*DRIVER)
 
     @classmethod
     def start(cls, pool: RayResourcePool, recipe: ProcessRecipe, *, timeout_s: float = START_TIMEOUT_S) -> Self:

@@ -43,8 +43,8 @@ class ImageColumn:
         if self.name is not None and processor is None:
             raise DataError(
                 f"{rows.location(rows.first_filled(self.name) or 0)} has images in column {self.name!r} "
-                "(data.image_key), and the model, or this program, reads text only; train a model that reads images, "
-                "or remove the column"
+                "(data.image_key), and the model, or this program, reads text only; train a model that reads images "
+                "(Qwen3.5 does with model.override_config.language_model_only=false), or remove the column"
             )
         self._numbers: dict[int, int] = {}  # row -> images
         self._more: dict[int, int] = {}  # row -> tokens of its images, beyond their placeholders

@@ -17,7 +17,14 @@ import torch
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.workers.engine.base import LoRA
-from hybridrl.workers.engine.hf_model import make_scoring, overridden_config, reads_images
+from hybridrl.workers.engine.hf_model import (
+    AUTO_CLASSES,
+    IMAGE_AUTO_CLASS,
+    TEXT_ONLY,
+    make_scoring,
+    overridden_config,
+    reads_images,
+)
 from hybridrl.workers.engine.model_files import safetensors_files
 from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
@@ -117,16 +124,17 @@ def check_new_directory(directory: str) -> None:
 
 
 def _with_untrained(tensors: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return weights under the model's own names, with those that the text model lacks."""
+    """Return weights under the model's own names, with those that the trained model lacks."""
+    import transformers
     from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
 
     assert model.path is not None, "the weights to export were loaded from this path"
     config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
-    if reads_images(config) or type(config) not in AutoModelForCausalLM._model_mapping:
+    auto = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
+    if type(config) not in auto._model_mapping:
         return tensors
-    text_model: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    left_out = [re.compile(pattern) for pattern in text_model._keys_to_ignore_on_load_unexpected or ()]
+    trained: Any = auto._model_mapping[type(config)]
+    left_out = [re.compile(pattern) for pattern in trained._keys_to_ignore_on_load_unexpected or ()]
     if not left_out:
         return tensors
     files = [safe_open(file, framework="pt") for file in safetensors_files(model.path)]
@@ -142,6 +150,8 @@ def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConf
 
     assert model.path is not None, "the weights to export were loaded from this path"
     config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    if hasattr(config, TEXT_ONLY):
+        config.language_model_only = False  # the export has the tower
     config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     if kind == "score":

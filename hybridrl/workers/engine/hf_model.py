@@ -6,7 +6,7 @@ Both engines call it in worker processes. Sharding is in `fsdp/` and `megatron/`
 import contextlib
 import difflib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,13 @@ AUTO_CLASSES = {
     "score": "AutoModelForSequenceClassification",
 }
 IMAGE_AUTO_CLASS = "AutoModelForImageTextToText"
-IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl")
+IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Families with a vision tower. One enters when a test compares it with plain transformers."""
+TEXT_OR_IMAGES, TEXT_ONLY = ("qwen3_5", "qwen3_5_moe"), "language_model_only"
+"""Families whose checkpoints always have a tower, and the entry of `override_config` that says whether it runs.
+
+The entry is vLLM's, and published checkpoints have it. Unless it is set to false, the model is one of text.
+"""
 HEAD_STD = 0.02  # of a new value head, as transformers draws it
 NO_SCORE_HEAD = "; it is not a trained reward model: set reward_model.model.path to a model with a score head"
 
@@ -44,9 +49,22 @@ def overridden_config(path: str, override_config: dict, *, trust_remote_code: bo
 
     with model_errors(path, "cannot read it as a model"):
         found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    choose_tower(found, override_config)
     overrides = {name: value for name, value in override_config.items() if name != "attn_implementation"}
     _override(found, overrides, key="model.override_config")
     return found
+
+
+def choose_tower(found: Any, override_config: Mapping[str, Any]) -> None:
+    """Set whether a model of `TEXT_OR_IMAGES` is one of text, in its `PretrainedConfig`."""
+    if found.model_type in TEXT_OR_IMAGES:
+        found.language_model_only = bool(override_config.get(TEXT_ONLY, True))
+
+
+def overrides_for(path: str, policy: str | None, override_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides of a model beside the policy: the policy's if it is the same, else the choice of a tower."""
+    is_same = path == policy
+    return {name: value for name, value in override_config.items() if is_same or name == TEXT_ONLY}
 
 
 def vocabulary_size(path: str, *, trust_remote_code: bool) -> int:
@@ -59,7 +77,7 @@ def vocabulary_size(path: str, *, trust_remote_code: bool) -> int:
 
 def reads_images(found: Any) -> bool:
     """Return whether a `PretrainedConfig` is that of a model whose vision tower engines run."""
-    return found.model_type in IMAGE_MODELS
+    return found.model_type in IMAGE_MODELS and not getattr(found, TEXT_ONLY, False)
 
 
 def hf_config(config: EngineSetup) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hybridrl.algos.partition.row_images import RowImages
+from hybridrl.data_plane.futures import arrays_of
 
 TEXT_ONLY = ("spans", "tree")
 """Arguments of the text's attention, which the model would pass on to its tower's."""
@@ -58,6 +59,12 @@ class BlankImage:
 def placeholder_ids(config: Any) -> tuple[int, ...]:
     """Return the tokens that stand for images and videos, which a policy must not sample."""
     return config.image_token_id, config.video_token_id
+
+
+def pixels_of(images: RowImages) -> np.ndarray:
+    """Return the patches (N,D) float32 of a row."""
+    parts = arrays_of(images["pixel_values"])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def image_positions(length: int, images: RowImages | None) -> torch.Tensor:
@@ -129,6 +136,6 @@ def prefill_inputs(
     some = [found for found in images if found is not None]
     if not some:
         return four, offsets, {}
-    patches = torch.from_numpy(np.concatenate([found["pixel_values"] for found in some]))
+    patches = torch.from_numpy(np.concatenate(arrays_of(part for found in some for part in found["pixel_values"])))
     grids = torch.from_numpy(np.concatenate([found["image_grid_thw"] for found in some]))
     return four, offsets, {"pixel_values": patches.to(mask.device), "image_grid_thw": grids.to(mask.device)}

@@ -9,6 +9,7 @@ import numpy as np
 
 from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.errors import model_errors
+from hybridrl.workers.engine.image_model import pixels_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,7 +31,7 @@ class PictureReader:
     def __call__(self, images: RowImages) -> list["Image.Image"]:
         """Return the pictures of a row, which the image processor must not resize again."""
         ends = images["image_grid_thw"].prod(-1).cumsum()
-        parts = np.split(images["pixel_values"], ends[:-1])
+        parts = np.split(pixels_of(images), ends[:-1])
         return [self._picture(part, grid) for part, grid in zip(parts, images["image_grid_thw"], strict=True)]
 
     def _picture(self, patches: np.ndarray, grid: np.ndarray) -> "Image.Image":

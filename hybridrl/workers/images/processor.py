@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.algos.partition.row_images import RowImages, image_hash
+from hybridrl.data_plane.futures import stored
 from hybridrl.errors import ConfigError, DataError, model_errors
-from hybridrl.workers.engine.hf_model import IMAGE_MODELS, overridden_config, reads_images
+from hybridrl.workers.engine.hf_model import IMAGE_MODELS, TEXT_ONLY, overridden_config, reads_images
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -112,7 +113,7 @@ class ImageProcessor:
         parts = np.split(pixels, ends[:-1])
         hashes = [image_hash(part, grid) for part, grid in zip(parts, grids, strict=True)]
         return np.repeat(tokens, repeats), {
-            "pixel_values": pixels,
+            "pixel_values": tuple(stored([pixels])),
             "image_grid_thw": grids,
             "image_starts": starts,
             "image_tokens": numbers,
@@ -159,7 +160,8 @@ def load_processor(model: Any, tokenizer: Any, data: Any, *, freezes: str | None
         return ImageProcessor(model.path, tokenizer, options=options, max_images=limit, **own)
     if freezes is not None:
         raise ConfigError(
-            f"{freezes}=true: {model.path} (model_type={found.model_type}) has no vision tower; set it to false, or "
-            f"take a model of {', '.join(IMAGE_MODELS)}"
+            f"{freezes}=true: {model.path} (model_type={found.model_type}) has no vision tower that "
+            f"runs; set it to false, or take a model of {', '.join(IMAGE_MODELS)} (the last two with "
+            f"model.override_config.{TEXT_ONLY}=false)"
         )
     return None

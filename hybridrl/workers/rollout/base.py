@@ -26,7 +26,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry
 from hybridrl.workers import rollout
 from hybridrl.workers.engine.base import resolve_dtype
-from hybridrl.workers.engine.hf_model import overridden_config
+from hybridrl.workers.engine.hf_model import choose_tower, overridden_config
 from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, row_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, HeldDtypes, NamedTensor
@@ -361,6 +361,7 @@ def load_hf_config(setup: RolloutSetup) -> Any:
 
     with model_errors(setup.model_path, "cannot read it as a model"):
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+    choose_tower(config, setup.override_config)
     for key, value in setup.override_config.items():
         if not hasattr(config, key):
             raise ConfigError(

@@ -10,6 +10,7 @@ from itertools import repeat
 import numpy as np
 import torch
 
+from hybridrl.data_plane.futures import stored
 from hybridrl.workers.rollout.base import Rollout
 from hybridrl.workers.rollout.request_engine import RequestEngine
 from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput
@@ -38,7 +39,8 @@ class _OpenRequest:
 
     def output(self, reason: FinishReason) -> TokenOutput:
         name = self.request.request_id
-        return TokenOutput(name, self.tokens, self.log_probs, reason, self.version, routes=self.routes)
+        routes = None if self.routes is None else stored([self.routes])[0]
+        return TokenOutput(name, self.tokens, self.log_probs, reason, self.version, routes=routes)
 
     def add_routes(self, routes: np.ndarray) -> None:
         """Append a chunk's routes.

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
+from hybridrl.data_plane.columns import one_object_per_row
+from hybridrl.data_plane.futures import stored
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import ROUTED_EXPERTS
@@ -73,7 +75,7 @@ def with_responses(
         columns["rollout_log_probs"] = generated.log_probs
     others = {name: column for name, column in rows.non_tensor_batch.items() if name != IMAGE_INPUTS}
     if generated.routes is not None:
-        others |= {ROUTED_EXPERTS: np.fromiter(generated.routes, dtype=object, count=num_sequences)}
+        others |= {ROUTED_EXPERTS: one_object_per_row(stored(generated.routes))}
     return DataProto.from_dict(tensors=columns, non_tensors=others, meta_info=dict(prompts.meta_info))
 
 

@@ -7,10 +7,13 @@ import sys
 import threading
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridrl.data_plane.columns import one_object_per_row
 from hybridrl.data_plane.conversion import TensorDict
+from hybridrl.data_plane.futures import arrays_of, stored
 from hybridrl.errors import CallTimeout
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
@@ -265,3 +268,17 @@ class Counter(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def total(self) -> int:
         return self.number
+
+
+class ArrayWorker(Worker):
+    """Makes and reads the column `arrays`: row i has arrays of `size` numbers i."""
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def make(self, data: DataProto, size: int) -> DataProto:
+        arrays = stored([np.full(size, row, dtype=np.int64) for row in data.batch["x"].tolist()])
+        return DataProto.from_dict({"x": data.batch["x"]}, {"arrays": one_object_per_row(arrays)})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def sums(self, data: DataProto) -> DataProto:
+        sums = [int(array.sum()) for array in arrays_of(data.non_tensor_batch["arrays"])]
+        return DataProto.from_dict({"x": data.batch["x"], "sums": torch.tensor(sums, dtype=torch.int64)})

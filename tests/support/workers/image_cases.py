@@ -13,12 +13,13 @@ from PIL import Image
 
 from examples.vision.build_model import build_model
 from examples.vision.make_data import make_rows
-from hybridrl.algos.partition.row_images import IMAGE_INPUTS
+from hybridrl.algos.partition.row_images import IMAGE_INPUTS, RowImages
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.images import messages_with_images
+from hybridrl.workers.engine.image_model import pixels_of
 from hybridrl.workers.images import ImageProcessor, decoded_image
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 RESPONSE = 6
 TEXTS = ["user assistant What is it ? no picture Compare to . a b c d e f g h i j k l m n o p q r s t u v w x y z"]
 
@@ -35,6 +36,11 @@ def save_tiny(folder: Path, family: str, **settings: Any) -> str:
                 parameter.mul_(8)
     model.save_pretrained(path)
     return str(path)
+
+
+def tower_runs(path: str) -> dict[str, Any]:
+    """Return what `override_config` needs so that the model of `save_tiny` reads images."""
+    return {"language_model_only": False} if Path(path).name.startswith("qwen3_5") else {}
 
 
 @cache
@@ -112,13 +118,19 @@ def plain_answers(path: str, rows: list[dict], *, length: int) -> list[str]:
         more: dict[str, Any] = {}
         if images:
             tokens, inputs = processor(tokens, images)
-            more = {name: torch.from_numpy(inputs[name]) for name in ("pixel_values", "image_grid_thw")}
+            more = model_inputs(inputs)
             more["mm_token_type_ids"] = torch.from_numpy(tokens == model.config.image_token_id).int()[None]
         banned = [model.config.image_token_id, model.config.video_token_id]
         options = {"do_sample": False, "max_new_tokens": length, "suppress_tokens": banned, "attention_mask": None}
         found = model.generate(torch.from_numpy(tokens)[None], **more, **options)[0, len(tokens) :]
         texts.append(tokenizer.decode(found, skip_special_tokens=True))
     return texts
+
+
+def model_inputs(images: RowImages) -> dict[str, torch.Tensor]:
+    """Return the images of a row as transformers takes them."""
+    grids = torch.from_numpy(images["image_grid_thw"])
+    return {"pixel_values": torch.from_numpy(pixels_of(images)), "image_grid_thw": grids}
 
 
 def plain_log_probs(model: Any, batch: DataProto, *, temperature: float = 1.0) -> torch.Tensor:
@@ -144,8 +156,7 @@ def _by_row(model: Any, batch: DataProto, of_row: Any) -> torch.Tensor:
         more = {}
         if inputs is not None:
             more = {
-                "pixel_values": torch.from_numpy(inputs["pixel_values"]),
-                "image_grid_thw": torch.from_numpy(inputs["image_grid_thw"]),
+                **model_inputs(inputs),
                 "mm_token_type_ids": (ids == model.config.image_token_id).int(),
             }
         model.model.rope_deltas = None

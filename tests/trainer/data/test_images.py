@@ -25,6 +25,7 @@ from hybridrl.trainer.run.samples import small_copies
 from hybridrl.trainer.supervised.preference import mismatched_rows
 from hybridrl.trainer.supervised.preference_data import LabelDataset, PairDataset
 from hybridrl.trainer.supervised.sft import SFTDataset
+from hybridrl.workers.engine.image_model import pixels_of
 from hybridrl.workers.images import ImageProcessor, decoded_image
 from tests.support.trainer.letter_tokenizer import letter_tokenizer
 from tests.support.workers.image_attacks import ATTACKS, encoded
@@ -63,7 +64,8 @@ def test_tokens_and_patches_of_a_row_are_of_one_call_of_the_processor(tmp_path, 
     row, (_, processor) = dataset[0], read_processor(model)
     found = row[IMAGE_INPUTS]
     assert found["image_grid_thw"].tolist() == [[1, 6, 4], [1, 2, 2]] and found["image_tokens"].tolist() == [6, 1]
-    assert found["pixel_values"].shape == (28, 3 * 2 * 8 * 8) and found["pixel_values"].dtype == np.float32
+    pixels = pixels_of(found)
+    assert pixels.shape == (28, 3 * 2 * 8 * 8) and pixels.dtype == np.float32
     tokens = row["input_ids"].tolist()
     for start, number in zip(found["image_starts"], found["image_tokens"], strict=True):
         assert tokens[start : start + number] == [processor.token_id] * number
@@ -109,7 +111,7 @@ def test_the_samples_of_a_prompt_share_its_pixels_also_between_processes(tmp_pat
     batch = collate_fn([dataset[i] for i in range(3)], 0)
     assert batch.non_tensor_batch[IMAGE_INPUTS][2] is None
     one, many = (pickle.dumps(batch.repeat(n, interleave=True), protocol=5) for n in (1, 8))
-    patches = batch.non_tensor_batch[IMAGE_INPUTS][0]["pixel_values"].nbytes
+    patches = pixels_of(batch.non_tensor_batch[IMAGE_INPUTS][0]).nbytes
     assert len(many) - len(one) < patches / 4
     again = pickle.loads(many).non_tensor_batch[IMAGE_INPUTS]
     assert again[0] is again[7] and again[0] is not again[8]
@@ -118,7 +120,7 @@ def test_the_samples_of_a_prompt_share_its_pixels_also_between_processes(tmp_pat
     assert sum(buffer.raw().nbytes == patches for buffer in buffers) == 2  # out of band
     batch.save_to_disk(tmp_path / "batch")
     stored = DataProto.load_from_disk(tmp_path / "batch").non_tensor_batch[IMAGE_INPUTS]
-    assert np.array_equal(stored[0]["pixel_values"], batch.non_tensor_batch[IMAGE_INPUTS][0]["pixel_values"])
+    assert np.array_equal(pixels_of(stored[0]), pixels_of(batch.non_tensor_batch[IMAGE_INPUTS][0]))
 
 
 def test_lengths_are_counted_with_the_tokens_of_images_which_are_never_cut(tmp_path, model):
@@ -224,7 +226,7 @@ def test_a_conversation_with_images_is_that_of_a_prompt_and_its_answer_and_train
     trained = batch.batch["responses"][0][batch.batch["response_mask"][0].bool()].tolist()
     assert trained == real[length : length + 3] == read_processor(model)[0]("a b <|im_end|>")["input_ids"]
     column = batch.non_tensor_batch[IMAGE_INPUTS]
-    assert np.array_equal(column[0]["pixel_values"], prompt[IMAGE_INPUTS]["pixel_values"]) and column[1] is None
+    assert np.array_equal(pixels_of(column[0]), pixels_of(prompt[IMAGE_INPUTS])) and column[1] is None
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_the_responses_of_a_preference_share_the_images_of_their_prompt(tmp_path
     column = batch.non_tensor_batch[IMAGE_INPUTS]
     assert batch.batch["input_ids"][0, : len(prompt["raw_prompt_ids"])].tolist() == prompt["raw_prompt_ids"]
     assert int(batch.batch["response_mask"][0].sum()) == 2  # a <|im_end|>
-    assert np.array_equal(column[0]["pixel_values"], prompt[IMAGE_INPUTS]["pixel_values"])
+    assert np.array_equal(pixels_of(column[0]), pixels_of(prompt[IMAGE_INPUTS]))
     assert (column[0] is column[1]) == is_pair
     if not is_pair:
         mismatched = mismatched_rows(batch, max_length=64)

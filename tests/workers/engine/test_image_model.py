@@ -7,9 +7,16 @@ from transformers import AutoModelForImageTextToText
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS, prefix_rows
 from hybridrl.errors import DataError
 from hybridrl.workers.engine.base import MicroBatching
-from hybridrl.workers.engine.image_model import image_positions, vision_tower
+from hybridrl.workers.engine.image_model import image_positions, pixels_of, vision_tower
 from tests.support.workers.engine_cases import WHOLE, gradients, make_engine, policy_loss, train, whole_weights
-from tests.support.workers.image_cases import FAMILIES, image_batch, plain_log_probs, plain_values, save_tiny
+from tests.support.workers.image_cases import (
+    FAMILIES,
+    image_batch,
+    plain_log_probs,
+    plain_values,
+    save_tiny,
+    tower_runs,
+)
 from tests.support.workers.image_rank import CASES, NUM_TOKENS, POLICY
 from tests.support.workers.megatron_models import run_ranks
 
@@ -47,7 +54,7 @@ def expected(models) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_plain_transformers(models, expected, family, layout):
     batch, (log_probs, grads) = image_batch(models[family]), expected[family]
-    engine = make_engine(models[family], **LAYOUTS[layout])
+    engine = make_engine(models[family], override_config=tower_runs(models[family]), **LAYOUTS[layout])
     micro = MicroBatching(max_rows=3)
     found = engine.forward(batch, micro, outputs=("log_probs",))["log_probs"]
     torch.testing.assert_close(found, log_probs, atol=1e-5, rtol=0)
@@ -79,7 +86,7 @@ def test_a_tree_computes_each_picture_of_a_group_once_and_never_merges_different
     keys = prefix_rows(batch.batch["input_ids"], batch.batch["attention_mask"], list(inputs))
     assert (keys[0] != keys[12]).sum() >= inputs[0]["image_tokens"].sum()
     patches = {"tree": num_patches(path, batch, share_prefixes=True), "packed": num_patches(path, batch, packed=True)}
-    per_group = sum(len(inputs[row]["pixel_values"]) for row in (0, 8, 12))
+    per_group = sum(len(pixels_of(inputs[row])) for row in (0, 8, 12))
     blank = 4
     assert patches == {"tree": per_group + blank, "packed": 4 * per_group + blank}
 

@@ -19,6 +19,7 @@ from hybridrl.serving.openai.requests import parse_request
 from hybridrl.serving.sessions.rows import session_rows
 from hybridrl.serving.sessions.session import EpisodeLimits, Session
 from hybridrl.trainer.data.images import messages_with_images
+from hybridrl.workers.engine.image_model import pixels_of
 from hybridrl.workers.images import content_text, image_of, with_images
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 from tests.support.workers.image_cases import TEXTS, picture, read_processor
@@ -83,7 +84,7 @@ def test_every_form_of_an_image_has_the_tokens_and_patches_of_a_data_files_row(p
     ):
         [request] = chat(policy, *messages).requests
         assert list(request.prompt_ids) == tokens
-        assert np.array_equal(request.images["pixel_values"], inputs["pixel_values"])
+        assert np.array_equal(pixels_of(request.images), pixels_of(inputs))
         assert request.images["image_starts"].tolist() == inputs["image_starts"].tolist()
     assert content_text(picture(1), policy.processor) == content_text([picture(1)], policy.processor)
     assert image_of({"type": "image", "image": png(1)}) == png(1)

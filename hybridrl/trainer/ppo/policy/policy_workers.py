@@ -21,6 +21,7 @@ from hybridrl.config.engines import engine_settings
 from hybridrl.errors import ConfigError
 from hybridrl.trainer import ppo
 from hybridrl.trainer.roles import ResourcePoolManager, Role
+from hybridrl.workers.engine.hf_model import overrides_for
 from hybridrl.workers.images import ImageProcessor, load_processor
 from hybridrl.workers.rollout.base import rollout_class
 
@@ -96,7 +97,8 @@ def image_processor(config: PPOConfig, tokenizer: Any) -> ImageProcessor | None:
     for problem in _image_problems(config, found.model_type):
         raise ConfigError(f"{problem}: it does not run with {policy.model.path}, which reads images (docs/images.md)")
     for key, path in _models_of_same_images(config).items():
-        theirs = load_processor(replace(policy.model, path=path, override_config={}), tokenizer, config.data)
+        own = overrides_for(path, None, policy.model.override_config)
+        theirs = load_processor(replace(policy.model, path=path, override_config=own), tokenizer, config.data)
         if theirs is None or theirs.form != found.form:
             raise ConfigError(
                 f"{key}={path}: it gets the images as {policy.model.path} reads them ({found.form}), and reads "

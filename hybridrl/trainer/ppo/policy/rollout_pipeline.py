@@ -347,8 +347,10 @@ class RolloutPipeline:
 
     def _with_values(self, batch: PendingBatch) -> PendingBatch:
         responses, greedy = batch.fetch()
-        stored_greedy = None if greedy is None else StoredResponses(greedy)
-        return replace(batch, responses=StoredResponses(responses), greedy=stored_greedy, pending_pushes=[])
+        stored_greedy = None if greedy is None else StoredResponses(greedy.stored_again())
+        return replace(
+            batch, responses=StoredResponses(responses.stored_again()), greedy=stored_greedy, pending_pushes=[]
+        )
 
     def load_state_dict(self, pending: Sequence[PendingBatch]) -> None:
         """Replace the queue by that of a `state_dict`, also of another driver."""

@@ -225,7 +225,7 @@ class StepGroups:
         batch, rest = groups.slice(0, size * n).select(), groups.slice(size * n)
         fresh = (self._group_ages(rest) <= self._filter.max_age).repeat_interleave(n)
         kept = rest.select_idxs(fresh)
-        self._filter.kept = kept if len(kept) else None
+        self._filter.kept = kept.stored_again() if len(kept) else None
         for name, rows in ((TRAINED, batch), (SURPLUS, rest.select_idxs(~fresh)), (KEPT, kept)):
             self._record(name, rows)
         batch.non_tensor_batch = {name: column for name, column in batch.non_tensor_batch.items() if name != EPOCH}

@@ -77,9 +77,8 @@ class ReplayBuffer:
             rows = torch.arange(start, start + self.n)
             versions = token_versions[rows][batch.batch["response_mask"][rows].bool()]
             if len(versions) and batch.batch["reward_valid"][rows].any():
-                self._groups.append(
-                    SampleGroup(batch.select_idxs(rows).select(meta_info_keys=[]), version=int(versions.min()))
-                )
+                group = batch.select_idxs(rows).select(meta_info_keys=[]).stored_again()
+                self._groups.append(SampleGroup(group, version=int(versions.min())))
 
     def sample(self, *, version: int, seed: int) -> DataProto | None:
         """Return up to `config.groups` random groups, or None if there is none. Drops unusable groups.

@@ -17,7 +17,7 @@ import torch
 from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.workers.engine.attention.spans import SequenceSpan
 from hybridrl.workers.engine.batching.layout import GridImages, TokenLayout
-from hybridrl.workers.engine.image_model import image_positions
+from hybridrl.workers.engine.image_model import image_positions, pixels_of
 
 
 def with_images(layout: TokenLayout, images: GridImages, rows: Sequence[int]) -> TokenLayout:
@@ -63,10 +63,10 @@ def _collect(found: dict[int, tuple[np.ndarray, np.ndarray]], images: RowImages,
 
     Rows that share an image have the same place.
     """
-    ends = images["image_grid_thw"].prod(-1).cumsum()
+    pixels, ends = pixels_of(images), images["image_grid_thw"].prod(-1).cumsum()
     for number, (start, end) in enumerate(zip(images["image_starts"], ends, strict=True)):
         grid = images["image_grid_thw"][number : number + 1]
-        found[int(place[start])] = images["pixel_values"][end - grid.prod() : end], grid
+        found[int(place[start])] = pixels[end - grid.prod() : end], grid
 
 
 def _span_of_one(token: int) -> SequenceSpan:

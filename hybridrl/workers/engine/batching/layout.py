@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.algos.partition.row_images import RowImages, images_of
+from hybridrl.data_plane.futures import arrays_of
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.attention.spans import SequenceSpan, sequence_spans
@@ -76,6 +77,7 @@ def token_grid(batch: DataProto, blank: "BlankImage | None" = None) -> TokenGrid
     rows = images_of(batch) or [None] * len(batch)
     if blank is None and any(images is not None for images in rows):
         raise DataError("rows have images, and this model reads text only; give it a model of the policy's family")
+    arrays_of(part for images in rows if images is not None for part in images["pixel_values"])  # all in one fetch
     images = None if blank is None else GridImages(rows, blank)
     return TokenGrid(input_ids, is_real, position, is_response, is_real.sum(-1), images)
 

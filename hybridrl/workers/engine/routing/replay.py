@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from hybridrl.data_plane.futures import arrays_of
 from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import ROUTED_EXPERTS, ROUTED_TOKENS
 from hybridrl.workers.engine.batching.layout import TokenLayout
@@ -53,13 +54,13 @@ class RouteReplay:
         column = batch.non_tensor_batch.get(ROUTED_EXPERTS)
         if column is not None:
             lengths, trained = batch.batch["attention_mask"].sum(-1), batch.batch["response_mask"].any(-1)
-            check_routes([*column], self.routers.shape, lengths=lengths.tolist(), is_trained=trained.tolist())
+            check_routes(arrays_of(column), self.routers.shape, lengths=lengths.tolist(), is_trained=trained.tolist())
 
     def begin(self, batch: DataProto, rows: list[int], layout: TokenLayout) -> None:
         """Let the next pass replay the routes of these rows; without rows or routes, let the routers choose."""
         column, self._layout, self._routes, self._shared = batch.non_tensor_batch.get(ROUTED_EXPERTS), layout, None, 0
         if column is not None and rows:
-            entries = [column[row] for row in rows]
+            entries = arrays_of(column[row] for row in rows)
             routes, self._shared = routes_of_tokens(
                 entries, layout.places.cpu(), layout.input_ids.numel(), self.routers.shape
             )

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl.data_plane.columns import one_object_per_row
+from hybridrl.data_plane.futures import stored
 from hybridrl.errors import DataError
 from hybridrl.workers.engine.base import ROUTED_EXPERTS
 
@@ -55,9 +57,9 @@ def unpack(entry: np.ndarray) -> torch.Tensor:
     return experts
 
 
-def column_of(entries: Sequence[Any]) -> np.ndarray:
-    """Return entries as a column of objects."""
-    return np.fromiter(entries, dtype=object, count=len(entries))
+def column_of(entries: Sequence[np.ndarray]) -> np.ndarray:
+    """Return entries as a column of objects, stored where the process has a store."""
+    return one_object_per_row(stored(entries))
 
 
 def check_routes(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridrl.algos.partition.row_images import RowImages
+from hybridrl.data_plane.futures import stored
 from hybridrl.workers.rollout.request_engine import EngineHost, RequestEngine
 from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, needs_history
@@ -179,7 +180,7 @@ class VLLMRequestEngine(RequestEngine):
         if len(tokens) < len(entry.tokens):  # a stop string was complete; vLLM then needed one more token to end
             reason = "stop"
         self._free(batch, entry.row)
-        return TokenOutput(name, tokens, log_probs, reason, entry.version, routes=routes and routes[0])
+        return TokenOutput(name, tokens, log_probs, reason, entry.version, routes=stored(routes)[0] if routes else None)
 
     def _free(self, batch: _BatchSlots, row: int) -> None:
         """Give a row back, and close a batch that nobody else can use."""
