@@ -41,6 +41,7 @@ class ServiceOptions:
         max_rank: Highest rank of adapters; 0: all weights are trained.
         max_length: Tokens of a sequence; default: the model's limit, at most `DEFAULT_MAX_LENGTH`.
         keys: File with the tenants' keys.
+        engine: What replicas sample with: "hf" or "vllm".
         strategy: The trainers' engine: "fsdp", or "megatron", whose trainers are tensor-parallel.
         backend: "local": all in this process. "ray": each trainer and replica is a process.
         trainers: Processes that share each pass and the model's memory.
@@ -53,6 +54,7 @@ class ServiceOptions:
     max_rank: int = 32
     max_length: int | None = None
     keys: str | None = None
+    engine: str = "hf"
     strategy: str = "fsdp"
     backend: str = "local"
     trainers: int = 1
@@ -120,6 +122,7 @@ def _computation(options: ServiceOptions, worker: WorkerSettings) -> Iterator[Co
 def _worker(options: ServiceOptions, path: str, max_length: int) -> WorkerSettings:
     return WorkerSettings(
         path,
+        engine=options.engine,
         strategy=options.strategy,
         num_trainers=options.trainers,
         max_rank=options.max_rank,
