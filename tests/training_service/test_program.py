@@ -16,6 +16,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from hybridrl.errors import ConfigError
 from hybridrl.training_service.program import ServiceOptions, open_service
@@ -187,6 +188,10 @@ def test_a_client_that_is_killed_goes_on_from_its_last_checkpoint_with_the_same_
     [
         ({"max_rank": -1}, "--max-rank"),
         ({"strategy": "megatron"}, "--strategy megatron trains all weights; use --max-rank 0"),
+        (
+            {"strategy": "megatron", "max_rank": 0, "trainers": 2, "backend": "ray"},
+            "--trainers=2: does not divide the model's num_key_value_heads=1",
+        ),
         ({"max_length": 10_000}, "--max-length=10000"),
         ({"keys": "/none"}, "--keys=/none: cannot be read"),
         ({"store": "/proc/none"}, "--store=/proc/none"),
@@ -196,6 +201,16 @@ def test_options_that_cannot_be_used_are_refused(tiny_qwen2, tmp_path, options, 
     with (
         pytest.raises(ConfigError, match=words),
         open_service(ServiceOptions(str(tiny_qwen2), **{"store": str(tmp_path / "store"), **options})),
+    ):
+        pass
+
+
+def test_experts_are_refused_with_megatron_before_anything_starts(tmp_path):
+    Qwen3MoeConfig(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    options = {"strategy": "megatron", "max_rank": 0, "store": str(tmp_path / "store")}
+    with (
+        pytest.raises(ConfigError, match="no mixtures of experts here; use --strategy fsdp"),
+        open_service(ServiceOptions(str(tmp_path / "model"), **options)),
     ):
         pass
 
