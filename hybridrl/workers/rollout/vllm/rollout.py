@@ -49,7 +49,7 @@ ASSUMED: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"rope_parameters": {"mrope_interleaved": True}}},
 }
 """By family: settings that transformers takes for granted, and vLLM reads from `config.json`."""
-NOT_BUILT = "architecture|no other way to handle|supported only for"
+NOT_BUILT = "architecture|no other way to handle|supported only for|LoRA"
 """In vLLM's errors about models that it does not build on this device."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which vLLM has kernels; a lower one is padded."""
@@ -415,6 +415,8 @@ def _adapter_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
     """Return vLLM's options for adapters that requests name. On the CPU they are float32, whatever the weights are."""
     if setup.slots is None:
         return {}
+    if setup.slots.max_rank > LORA_RANKS[-1]:
+        raise ConfigError(f"vLLM has adapters of rank 1 to {LORA_RANKS[-1]}, not {setup.slots.max_rank}")
     return {
         "enable_lora": True,
         "max_loras": setup.slots.num,
