@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,15 @@ def output_of(loop):
 
 def test_a_client_with_the_sdk_trains_samples_and_loads(sdk_python, server):
     assert output_of(start_loop(server, sdk_python)).startswith("done: ")
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("vllm") is None, reason="the module vllm is not installed")
+def test_a_client_with_the_sdk_trains_samples_and_loads_with_vllm(sdk_python, tiny_qwen2, tmp_path):
+    with running(Server(tiny_qwen2, tmp_path / "store", "--engine", "vllm")) as server:
+        assert output_of(start_loop(server, sdk_python)).startswith("done: ")
 
 
 @pytest.mark.slow

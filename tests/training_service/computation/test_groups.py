@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -73,11 +74,17 @@ class Killer:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("victim", "trainers", "replicas"), [("trainer", 1, 1), ("trainer", 2, 1), ("replica", 1, 2)])
+@pytest.mark.parametrize(
+    ("victim", "trainers", "replicas", "engine"),
+    [("trainer", 1, 1, "hf"), ("trainer", 2, 1, "hf"), ("replica", 1, 2, "hf"), ("replica", 1, 2, "vllm")],
+)
 def test_kills_of_processes_leave_all_numbers_of_a_loop_as_they_are(
-    ray_cluster, tiny_qwen2, tmp_path, victim, trainers, replicas
+    ray_cluster, tiny_qwen2, tmp_path, victim, trainers, replicas, engine
 ):
-    options = OPTIONS | {"trainers": trainers, "replicas": replicas, "store": str(tmp_path / "store")}
+    if engine == "vllm" and find_spec("vllm") is None:
+        pytest.skip("the module vllm is not installed")
+    options = OPTIONS | {"trainers": trainers, "replicas": replicas, "engine": engine}
+    options["store"] = str(tmp_path / "store")
     with training_client(str(tiny_qwen2), **options) as client:
         started = time.monotonic()
         expected = loop(client.service)

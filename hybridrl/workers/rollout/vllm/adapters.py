@@ -57,9 +57,9 @@ class HeldAdapters:
         try:
             self._manager.remove_adapter(number)
             self._worker_manager.add_adapter(_Named(number))
-        except Exception:
+        except Exception as error:
             self.drop(number)
-            raise
+            raise StaleWeightsError(f"vllm rollout: vLLM does not hold adapter {number}: {error!r}") from error
 
     def drop(self, number: int) -> None:
         """Forget an adapter that no open request names."""
