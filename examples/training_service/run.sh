@@ -9,7 +9,7 @@ OUT=$(realpath -m "${1:-outputs/training_service}")
 PYTHON=${PYTHON:-python3}
 CLIENT=${CLIENT:-.venv-tinker/bin/python}
 PORT=${PORT:-8010}
-SFT_STEPS=${SFT_STEPS:-2000}
+SFT_STEPS=${SFT_STEPS:-900}
 LEAST=${LEAST:-0.2}
 
 $PYTHON -m examples.training_service.base_model --out "$OUT"

@@ -25,20 +25,31 @@ from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, WeightNames
 
+CACHE_MB = 512  # of vLLM's keys and values on the CPU
 Read = Callable[[str], Version]
 
 
 def make_vllm_sampler(
     setup: RolloutSetup, *, max_rank: int, read: Read
 ) -> "tuple[AdapterSampler | SnapshotSampler, str | None]":
-    """Return what samples versions with vLLM, and why it merges adapters, if it does."""
+    """Return what samples versions with vLLM, and why it merges adapters, if it does.
+
+    Raises:
+        ConfigError: vLLM does not run the model, or its cache is too small.
+    """
     reason = None
+    setup = replace(setup, config=replace(setup.config, kv_cache_memory_mb=CACHE_MB))
     if max_rank:
         try:
             return AdapterSampler(_rollout_with_slots(setup, max_rank), read=read), None
         except (ConfigError, StaleWeightsError) as error:
             reason = str(error)
-    return SnapshotSampler(MergedRollout(setup), read=read), reason
+    try:
+        return SnapshotSampler(MergedRollout(setup), read=read), reason
+    except ConfigError as error:
+        raise ConfigError(
+            f"--engine=vllm --max-length={setup.max_length}: {error}; lower --max-length, or use --engine hf"
+        ) from error
 
 
 def _rollout_with_slots(setup: RolloutSetup, max_rank: int) -> rollouts.VLLMRollout:
