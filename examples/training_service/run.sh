@@ -9,7 +9,7 @@ OUT=$(realpath -m "${1:-outputs/training_service}")
 PYTHON=${PYTHON:-python3}
 CLIENT=${CLIENT:-.venv-tinker/bin/python}
 PORT=${PORT:-8010}
-SFT_STEPS=${SFT_STEPS:-2000}
+SFT_STEPS=${SFT_STEPS:-900}
 LEAST=${LEAST:-0.2}
 
 $PYTHON -m examples.training_service.base_model --out "$OUT"
@@ -40,6 +40,6 @@ trap 'kill $!' EXIT
 until grep -q "^training" "$OUT/server.log"; do sleep 1 && kill -0 $!; done
 TINKER_API_KEY=tml-local TINKER_TELEMETRY=0 HF_HUB_OFFLINE=1 $CLIENT -m tinker_cookbook.recipes.math_rl.train \
   env=arithmetic model_name="$MODEL" renderer_name=role_colon max_tokens=8 base_url="http://127.0.0.1:$PORT" \
-  loss_fn=importance_sampling group_size=8 groups_per_batch=16 learning_rate=3e-4 max_steps=90 eval_every=0 \
+  loss_fn=importance_sampling group_size=16 groups_per_batch=16 learning_rate=1e-3 max_steps=60 eval_every=0 \
   log_path="$OUT/math_rl" behavior_if_log_dir_exists=delete "${@:2}"
 $PYTHON -m examples.training_service.plot_curve "$OUT/curve.png" "importance_sampling=$OUT/math_rl"

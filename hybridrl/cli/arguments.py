@@ -186,6 +186,7 @@ def _add_serve_training(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--port", type=int, default=8010, help="0: any free port")
     serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; needs --keys")
     serve.add_argument("--strategy", choices=("fsdp", "megatron"), default="fsdp", help="megatron: with --max-rank 0")
+    serve.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="what samples")
     serve.add_argument("--backend", choices=("local", "ray"), default="local", help="local: all in this process")
     serve.add_argument("--trainers", type=int, default=1, help="processes on Ray that share the training")
     serve.add_argument("--replicas", type=int, default=1, help="processes on Ray that sample")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.config.checks.megatron import model_problems
+from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.driver.ray_cluster import start_ray
 from hybridrl.errors import ConfigError
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
@@ -41,6 +43,7 @@ class ServiceOptions:
         max_rank: Highest rank of adapters; 0: all weights are trained.
         max_length: Tokens of a sequence; default: the model's limit, at most `DEFAULT_MAX_LENGTH`.
         keys: File with the tenants' keys.
+        engine: What replicas sample with: "hf" or "vllm".
         strategy: The trainers' engine: "fsdp", or "megatron", whose trainers are tensor-parallel.
         backend: "local": all in this process. "ray": each trainer and replica is a process.
         trainers: Processes that share each pass and the model's memory.
@@ -53,6 +56,7 @@ class ServiceOptions:
     max_rank: int = 32
     max_length: int | None = None
     keys: str | None = None
+    engine: str = "hf"
     strategy: str = "fsdp"
     backend: str = "local"
     trainers: int = 1
@@ -73,11 +77,11 @@ def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
     """
     if options.max_rank < 0 or options.session_timeout_s <= 0 or options.micro_batch_tokens < 1:
         raise ConfigError("--max-rank must be 0 or more, --session-timeout-s and --micro-batch-tokens above 0")
-    if options.strategy == "megatron" and options.max_rank:
-        raise ConfigError(f"--max-rank={options.max_rank}: --strategy megatron trains all weights; use --max-rank 0")
     num = options.trainers, options.replicas
     if min(num) < 1 or (options.backend == "local" and max(num) > 1):
         raise ConfigError(f"--trainers={num[0]} --replicas={num[1]}: must be 1 or more; above 1 needs --backend ray")
+    if options.strategy == "megatron":
+        _check_megatron(options)
     tenants, store = read_tenants(options.keys), Store(Path(options.store).absolute())
     max_length = _max_length(options)
     with lock_directory(str(store.root), timeout_s=LOCK_TIMEOUT_S):
@@ -117,9 +121,21 @@ def _computation(options: ServiceOptions, worker: WorkerSettings) -> Iterator[Co
         yield Computation(trainers, replicas, is_shared=False)
 
 
+def _check_megatron(options: ServiceOptions) -> None:
+    """Raise ConfigError if Megatron does not train this model so."""
+    if options.max_rank:
+        raise ConfigError(f"--max-rank={options.max_rank}: --strategy megatron trains all weights; use --max-rank 0")
+    found = overridden_config(options.model, {}, trust_remote_code=options.trust_remote_code).to_dict()
+    if found.get("num_experts") or found.get("num_local_experts"):
+        raise ConfigError("--strategy megatron trains no mixtures of experts here; use --strategy fsdp")
+    for problem in model_problems(MegatronConfig(tensor_model_parallel_size=options.trainers), found, key="megatron"):
+        raise ConfigError(problem.replace("megatron.tensor_model_parallel_size", "--trainers"))
+
+
 def _worker(options: ServiceOptions, path: str, max_length: int) -> WorkerSettings:
     return WorkerSettings(
         path,
+        engine=options.engine,
         strategy=options.strategy,
         num_trainers=options.trainers,
         max_rank=options.max_rank,

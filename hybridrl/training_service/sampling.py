@@ -17,10 +17,10 @@ from hybridrl.errors import DataError
 from hybridrl.training_service import wire
 from hybridrl.training_service.computation.groups import LOST, MAX_LOSSES, Replica
 from hybridrl.training_service.computation.losses import check_tokens
-from hybridrl.training_service.computation.snapshot_sampler import TokenScores
 from hybridrl.training_service.state.ledger import StoredAnswer, failure
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
+from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,10 @@ NOT_SUPPORTED = {
 
 @dataclass
 class SampleOperation:
-    """A request for samples of one prompt, and what has been generated for it."""
+    """A request for samples of one prompt, and what has been generated for it.
+
+    by_trainers: the scores of the prompt, which trainers compute; None if they have other weights by then.
+    """
 
     prompt: list[int]
     requests: list[Request]
@@ -46,11 +49,24 @@ class SampleOperation:
     last_n: int | None
     targets: np.ndarray | None
     answer: "Future[StoredAnswer]" = field(default_factory=Future)
+    by_trainers: "Future[TokenScores | None] | None" = None
     outputs: dict[str, TokenOutput] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
         return len(self.outputs) == len(self.requests)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its answer can be made."""
+        return self.is_complete and (self.by_trainers is None or self.by_trainers.done())
+
+    @property
+    def about_prompt(self) -> ScoreRequest | None:
+        """What is asked about the prompt, at temperature 1; None: nothing."""
+        if not (self.with_prompt or self.num_prompt_top or self.targets is not None):
+            return None
+        return ScoreRequest(tuple(self.prompt), num_top=self.num_prompt_top, targets=self.targets)
 
     @property
     def num_tokens(self) -> int:
@@ -168,8 +184,6 @@ class SampleLane:
         tenant: Whose they are.
         version: Directory of the weights, or "base".
         replica: Generates, and computes log-probs of given tokens where the trainers do not.
-        ask_trainers: Returns scores of a prompt by the trainers, or None if they have other weights. On Ray there is
-            none: replicas compute beside the training.
         lock: The executor's.
         on_idle: Called with the lock held when nothing is open any more.
     """
@@ -180,12 +194,11 @@ class SampleLane:
         version: str,
         *,
         replica: Replica,
-        ask_trainers: Callable[..., TokenScores | None] | None,
         lock: Any,
         on_idle: Callable[[], None],
     ):
         self.tenant, self.version, self._replica, self._lock = tenant, version, replica, lock
-        self._ask_trainers, self._on_idle = ask_trainers, on_idle
+        self._on_idle = on_idle
         self._new: list[SampleOperation] = []
         self._open: dict[int, SampleOperation] = {}  # by id
         self._sent_to, self._num_losses = replica.starts, 0
@@ -195,7 +208,8 @@ class SampleLane:
         self._new.append(operation)
 
     def next_job(self) -> Callable[[], None] | None:
-        return self._serve if self._new or self._open else None
+        can_go_on = any(not one.is_complete or one.is_ready for one in self._open.values())
+        return self._serve if self._new or can_go_on else None
 
     @property
     def waiting(self) -> list[SampleOperation]:
@@ -231,7 +245,7 @@ class SampleLane:
         for output in self._replica.sample(self.version, requests, SLICE_S):
             of_request[output.request_id].outputs[output.request_id] = output
             self._num_losses = 0
-        for operation in [one for one in self._open.values() if one.is_complete]:
+        for operation in [one for one in self._open.values() if one.is_ready]:
             self._complete(operation)
             del self._open[id(operation)]
 
@@ -258,29 +272,19 @@ class SampleLane:
         for output in outputs:
             top = None
             if num_top:
-                scores = self._scores([*operation.prompt, *output.token_ids], temperature, num_top)
+                tokens = (*operation.prompt, *output.token_ids)
+                scores = self._replica.scores(self.version, ScoreRequest(tokens, temperature, num_top))
                 assert scores.top is not None, "top tokens were asked for"
                 top = scores.top[0][num_prompt - 1 :], scores.top[1][num_prompt - 1 :]
             sequences.append(wire.Sampled(output.token_ids, output.log_probs, output.finish_reason == "stop", top))
         return wire.sample_output(sequences, **self._of_prompt(operation))
 
-    def _scores(
-        self, tokens: list[int], temperature: float, num_top: int, targets: np.ndarray | None = None
-    ) -> TokenScores:
-        wanted = {"temperature": temperature, "num_top": num_top, "targets": targets}
-        return self._replica.scores(self.version, tokens, **wanted)
-
-    def _prompt_scores(self, prompt: list[int], num_top: int, targets: np.ndarray | None) -> TokenScores:
-        found = None
-        if self._ask_trainers is not None and len(prompt) > 1:
-            found = self._ask_trainers(self.version, prompt, num_top=num_top, targets=targets)
-        return self._scores(prompt, 1.0, num_top, targets) if found is None else found
-
     def _of_prompt(self, operation: SampleOperation) -> dict[str, Any]:
-        """Return what was asked for about the prompt, at temperature 1. Its first token has no log-prob."""
-        if not (operation.with_prompt or operation.num_prompt_top or operation.targets is not None):
+        """Return what was asked for about the prompt. Its first token has no log-prob."""
+        if (wanted := operation.about_prompt) is None:
             return {}
-        scores = self._prompt_scores(operation.prompt, operation.num_prompt_top, operation.targets)
+        scores = None if operation.by_trainers is None else operation.by_trainers.result(timeout=0)
+        scores = self._replica.scores(self.version, wanted) if scores is None else scores
         log_probs = np.concatenate([[np.nan], scores.log_probs]).astype(np.float32)
         first = 0 if operation.last_n is None else len(log_probs) - operation.last_n
         log_probs[:first] = np.nan

@@ -22,8 +22,8 @@ from typing import Any
 
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.training_service import wire
-from hybridrl.training_service.computation.groups import Computation, try_often
-from hybridrl.training_service.computation.snapshot_sampler import BASE, TokenScores
+from hybridrl.training_service.computation.groups import LOST, Computation, try_often
+from hybridrl.training_service.computation.snapshot_sampler import BASE
 from hybridrl.training_service.computation.weight_files import read_description
 from hybridrl.training_service.executor import JobExecutor
 from hybridrl.training_service.operations import ModelLane
@@ -33,6 +33,7 @@ from hybridrl.training_service.state.records import ClientSession, Sampler, Trai
 from hybridrl.training_service.state.session_table import Gone, SessionTable
 from hybridrl.training_service.state.store import NotFound, Store
 from hybridrl.training_service.state.tenants import Tenant, Tenants
+from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores
 
 logger = logging.getLogger(__name__)
 MAX_SESSIONS = 256  # of a tenant that have not ended
@@ -323,19 +324,43 @@ class TrainingService:
                 del self._sample_lanes[key]
 
             replica = self._computation.replicas[number]
-            ask = self._trainers_scores if self._computation.is_shared else None
-            self._sample_lanes[key] = SampleLane(
-                tenant, version, replica=replica, ask_trainers=ask, lock=self._lock, on_idle=remove
-            )
+            self._sample_lanes[key] = SampleLane(tenant, version, replica=replica, lock=self._lock, on_idle=remove)
             executor.add(name, self._sample_lanes[key])
+        self._ask_trainers(operation, version, tenant, executor)
         self._sample_lanes[key].add(operation)
         executor.notify()
 
-    def _trainers_scores(self, version: str, tokens: list[int], **wanted: Any) -> TokenScores | None:
-        """Return scores by the trainers, None if no model in their memory has a version's weights now."""
+    def _ask_trainers(self, operation: SampleOperation, version: str, tenant: str, executor: JobExecutor) -> None:
+        """Let the trainers compute the log-probs of a prompt if they have the version's weights now."""
+        wanted = operation.about_prompt
+        if wanted is None or len(wanted.tokens) < 2 or self._trained_as(version) is None:
+            return
+        future: Future[TokenScores | None] = Future()
+        operation.by_trainers = future
+        future.add_done_callback(lambda _: executor.notify())
+        name = f"scores of {operation.requests[0].request_id}"
+
+        def score() -> None:
+            self._executor.remove(name)
+            future.set_result(self._trainers_scores(version, wanted))
+
+        self._executor.add(name, _Once(tenant, score))
+
+    def _trained_as(self, version: str) -> str | None:
+        """Return the model in the trainers' memory that has a version's weights now. Called with the lock held."""
+        lanes = (lane for lane in self._lanes.values() if lane.is_loaded and lane.model.published == version)
+        return next((lane.model.id for lane in lanes), None)
+
+    def _trainers_scores(self, version: str, wanted: ScoreRequest) -> TokenScores | None:
         with self._lock:
-            found = [lane for lane in self._lanes.values() if lane.is_loaded and lane.model.published == version]
-        return self._computation.scores(found[0].model.id, tokens, **wanted) if found else None
+            model = self._trained_as(version)
+        try:
+            return None if model is None else self._computation.scores(model, wanted)
+        except LOST as error:
+            self._restart_trainers(error)
+        except Exception:
+            logger.exception("the trainers could not compute the log-probs of a prompt; a replica does")
+        return None
 
     def _least_busy(self) -> int:
         """Return the replica with the fewest open operations; of several, the next in turn."""

@@ -80,4 +80,4 @@ def test_main_ppo_and_a_clients_loop_take_the_same_steps_of_grpo(tmp_path, tiny_
     with training_client(str(tiny_qwen2), store=str(tmp_path / "store"), **OPTIONS) as client:
         found = client_loop(client, prompts, tokenizer)
     assert len({score for score, _, _ in found}) > 1
-    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-6)
+    np.testing.assert_allclose(found, expected, rtol=5e-5, atol=2e-6)

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from hybridrl.errors import ConfigError
 from hybridrl.training_service.program import ServiceOptions, open_service
@@ -104,6 +106,15 @@ def test_a_client_with_the_sdk_trains_samples_and_loads(sdk_python, server):
 
 
 @pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("vllm") is None, reason="the module vllm is not installed")
+def test_a_client_with_the_sdk_trains_samples_and_loads_with_vllm(sdk_python, tiny_qwen2, tmp_path):
+    with running(Server(tiny_qwen2, tmp_path / "store", "--engine", "vllm")) as server:
+        assert output_of(start_loop(server, sdk_python)).startswith("done: ")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_dpo_and_off_policy_distillation_of_the_cookbook_train(sdk_python, tiny_qwen2, tmp_path):
     with running(Server(tiny_qwen2, tmp_path / "store", name=str(tiny_qwen2))) as server:
@@ -187,6 +198,10 @@ def test_a_client_that_is_killed_goes_on_from_its_last_checkpoint_with_the_same_
     [
         ({"max_rank": -1}, "--max-rank"),
         ({"strategy": "megatron"}, "--strategy megatron trains all weights; use --max-rank 0"),
+        (
+            {"strategy": "megatron", "max_rank": 0, "trainers": 2, "backend": "ray"},
+            "--trainers=2: does not divide the model's num_key_value_heads=1",
+        ),
         ({"max_length": 10_000}, "--max-length=10000"),
         ({"keys": "/none"}, "--keys=/none: cannot be read"),
         ({"store": "/proc/none"}, "--store=/proc/none"),
@@ -196,6 +211,16 @@ def test_options_that_cannot_be_used_are_refused(tiny_qwen2, tmp_path, options, 
     with (
         pytest.raises(ConfigError, match=words),
         open_service(ServiceOptions(str(tiny_qwen2), **{"store": str(tmp_path / "store"), **options})),
+    ):
+        pass
+
+
+def test_experts_are_refused_with_megatron_before_anything_starts(tmp_path):
+    Qwen3MoeConfig(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    options = {"strategy": "megatron", "max_rank": 0, "store": str(tmp_path / "store")}
+    with (
+        pytest.raises(ConfigError, match="no mixtures of experts here; use --strategy fsdp"),
+        open_service(ServiceOptions(str(tmp_path / "model"), **options)),
     ):
         pass
 

@@ -25,6 +25,7 @@ def serve_training(arguments: argparse.Namespace) -> None:
         max_rank=arguments.max_rank,
         max_length=arguments.max_length,
         keys=arguments.keys,
+        engine=arguments.engine,
         strategy=arguments.strategy,
         backend=arguments.backend,
         trainers=arguments.trainers,

@@ -261,11 +261,6 @@ class MegatronSlotTable(SlotTable):
     Slots have this process's parts under Megatron's names; what is saved has Hugging Face names.
     """
 
-    def __init__(self, engine: Any, *, max_rank: int):
-        if len(engine.state_tensors().optimizers) > 1:  # experts have one of their own
-            raise ConfigError("--strategy megatron trains no mixtures of experts here; use --strategy fsdp")
-        super().__init__(engine, max_rank=max_rank)
-
     def _zeros(self) -> Tensors:
         return {name: torch.zeros_like(tensor) for name, tensor in self._whole(self._initial).items()}
 

@@ -6,9 +6,9 @@ without models, and a replica without requests: the service has both. Each group
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.single_controller.worker_group import WorkerGroup
 from hybridrl.training_service.computation.adapter_slots import TrainedLayers
 from hybridrl.training_service.computation.rows import metrics_of
-from hybridrl.training_service.computation.snapshot_sampler import TokenScores
 from hybridrl.training_service.computation.worker import SamplingWorker, TrainingServiceWorker
 from hybridrl.training_service.wire import Pass
 from hybridrl.workers.engine.base import StepOptions
 from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores
+
+logger = logging.getLogger(__name__)
 
 LOST = (WorkerLost, CallTimeout)
 MAX_LOSSES = 5  # of processes by one operation, which then fails
@@ -52,9 +54,9 @@ class Replica:
         """Generate with a version for one time slice, see `SnapshotSampler.serve`."""
         return self._group.execute_rank(self._rank, "sample", version, requests, slice_s)
 
-    def scores(self, version: str, tokens: Sequence[int], **wanted: Any) -> TokenScores:
-        """Return what a version predicts for given tokens, see `AdapterRollout.scores`."""
-        return self._group.execute_rank(self._rank, "scores", version, tokens, **wanted)
+    def scores(self, version: str, wanted: ScoreRequest) -> TokenScores:
+        """Return what a version predicts for given tokens."""
+        return self._group.execute_rank(self._rank, "scores", version, wanted)
 
     def restart(self) -> None:
         """Start a process in place of one that was lost."""
@@ -86,7 +88,8 @@ class Computation:
     def start(self) -> None:
         """Load the model everywhere."""
         self._trainers.execute_all("init_model")
-        self._replicas.execute_all("init_model")
+        for note in {*self._replicas.execute_all("init_model")} - {None}:
+            logger.warning("replicas merge adapters, one version at a time: %s", note)
         self.vocabulary = self._trainers.execute_all("vocabulary")[0]
 
     def restart_trainers(self) -> None:
@@ -130,9 +133,9 @@ class Computation:
         """Update a model with its gradients; return metrics. Without gradients nothing changes."""
         return self._trainers.execute_all("optimizer_step", model, options)[0]
 
-    def scores(self, model: str, tokens: Sequence[int], **wanted: Any) -> TokenScores:
-        """Return what a model predicts for given tokens, see `TrainingServiceWorker.scores`."""
-        return self._trainers.execute_all("scores", model, tokens, **wanted)[0]
+    def scores(self, model: str, wanted: ScoreRequest) -> TokenScores:
+        """Return what a model predicts for given tokens at temperature 1."""
+        return self._trainers.execute_all("scores", model, wanted)[0]
 
     # -- versions for sampling
 

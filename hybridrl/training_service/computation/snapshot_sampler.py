@@ -8,10 +8,9 @@ engine of its own: requests of one version are generated together, those of othe
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,23 +22,12 @@ from hybridrl.workers.rollout.base import RolloutSetup
 from hybridrl.workers.rollout.hf import HFRollout
 from hybridrl.workers.rollout.request_engine import RequestEngine
 from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores, score_logits
 
 BASE = "base"
 MAX_VERSIONS = 16  # in memory; others are read from their directories again
 
 Version = tuple[TrainedLayers, dict[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Log-probs of a prompt's tokens after the first.
-
-    (N-1,) those of the tokens, (N-1,k) those of the k most likely ones, and those of given ones.
-    """
-
-    log_probs: np.ndarray
-    top: tuple[np.ndarray, np.ndarray] | None
-    targets: np.ndarray | None
 
 
 class AdapterRollout(HFRollout):
@@ -74,43 +62,32 @@ class AdapterRollout(HFRollout):
                 layer.lora_B.zero_()[:, : adapter.rank] = tensors[f"{name}.lora_B"]
 
     @torch.inference_mode()
-    def scores(
-        self, tokens: Sequence[int], *, temperature: float, num_top: int, targets: np.ndarray | None
-    ) -> TokenScores:
-        """Return what the model predicts for the tokens after the first.
-
-        Args:
-            tokens: N of them.
-            temperature: Log-probs are those of softmax(logits / temperature).
-            num_top: How many of the most likely tokens; 0: none.
-            targets: (N-1,K) int64 token ids, -1 for none.
-        """
-        ids = torch.tensor([tokens], device=self._device)
+    def scores(self, wanted: ScoreRequest) -> TokenScores:
+        """Return what the model predicts for given tokens."""
+        ids = torch.tensor([wanted.tokens], device=self._device)
         logits = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
-        log_probs = (logits.float() / temperature).log_softmax(-1)
-        own = log_probs.gather(-1, ids[0, 1:, None]).squeeze(-1)
-        top = None
-        if num_top:
-            values, found = log_probs.topk(min(num_top, log_probs.size(-1)), dim=-1)
-            top = found.cpu().numpy(), values.cpu().numpy()
-        return TokenScores(own.cpu().numpy(), top, None if targets is None else _gathered(log_probs, targets))
+        return score_logits(logits, wanted)
 
 
-def _gathered(log_probs: torch.Tensor, targets: np.ndarray) -> np.ndarray:
-    wanted = torch.from_numpy(targets).to(log_probs.device)
-    found = log_probs.gather(-1, wanted.clamp(min=0))
-    return torch.where(wanted >= 0, found, 0.0).cpu().numpy()
+class VersionRollout(Protocol):
+    """The part of a rollout that `SnapshotSampler` uses besides generating."""
+
+    def use(self, version: Version | None) -> None:
+        """Compute with a version from now on; None: with the base model."""
+
+    def scores(self, wanted: ScoreRequest) -> TokenScores:
+        """Return what the model predicts for given tokens."""
 
 
 class SnapshotSampler:
     """The versions that can be sampled.
 
     Args:
-        rollout: What generates.
+        rollout: What generates, a `Rollout` and `VersionRollout`.
         read: Returns the version of a name from the disk.
     """
 
-    def __init__(self, rollout: AdapterRollout, *, read: Callable[[str], Version]):
+    def __init__(self, rollout: Any, *, read: Callable[[str], Version]):
         self._rollout, self._read = rollout, read
         self._versions: OrderedDict[str, Version] = OrderedDict()
         self._engines: dict[str, RequestEngine] = {}
@@ -153,7 +130,7 @@ class SnapshotSampler:
             if name in self._engines and not engine.num_open():
                 del self._engines[name]
 
-    def scores(self, name: str, tokens: Sequence[int], **wanted: object) -> TokenScores:
-        """Return what a version predicts for given tokens, see `AdapterRollout.scores`."""
+    def scores(self, name: str, wanted: ScoreRequest) -> TokenScores:
+        """Return what a version predicts for given tokens."""
         self._use(name)
-        return self._rollout.scores(tokens, **wanted)  # type: ignore[arg-type]
+        return self._rollout.scores(wanted)

@@ -6,7 +6,6 @@ directories. Neither knows sessions, sequence numbers or keys.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,8 @@ from hybridrl.training_service.computation.rows import (
     arrays_of,
     rows_of,
 )
-from hybridrl.training_service.computation.snapshot_sampler import AdapterRollout, SnapshotSampler, TokenScores, Version
+from hybridrl.training_service.computation.snapshot_sampler import AdapterRollout, SnapshotSampler, Version
+from hybridrl.training_service.computation.vllm_sampler import AdapterSampler, make_vllm_sampler
 from hybridrl.training_service.computation.weight_files import SavedModel, new_directory, read_model, write_model
 from hybridrl.training_service.wire import Datum, Pass
 from hybridrl.workers.engine.base import EngineSetup, LoRA, LossFn, MicroBatching, StepOptions
@@ -49,6 +49,7 @@ from hybridrl.workers.engine_worker import make_engine
 from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens
 from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores
 
 NOTE = "note"  # file beside the weights, with what the service wants to know about them
 MAX_SEQUENCES = 64  # generated together
@@ -61,6 +62,7 @@ class WorkerSettings:
 
     Attributes:
         path: Directory of the base model.
+        engine: The replicas', "hf" or "vllm".
         strategy: The trainers' engine, "fsdp" or "megatron". That trains all weights.
         num_trainers: How many trainers there are. In Megatron they are tensor-parallel.
         max_rank: Highest rank of adapters; 0: all weights are trained.
@@ -72,6 +74,7 @@ class WorkerSettings:
     """
 
     path: str
+    engine: str = "hf"
     strategy: str = "fsdp"
     num_trainers: int = 1
     max_rank: int = 32
@@ -212,10 +215,10 @@ class TrainingServiceWorker(Worker):
         return {number: (arrays[row], losses[row]) for row, number in enumerate(numbers)}
 
     @register(Dispatch.ONE_TO_ALL)
-    def scores(self, model: str, tokens: Sequence[int], *, num_top: int, targets: np.ndarray | None) -> TokenScores:
-        """Return what a model predicts for given tokens at temperature 1, as `AdapterRollout.scores` does."""
+    def scores(self, model: str, asked: ScoreRequest) -> TokenScores:
+        """Return what a model predicts for given tokens at temperature 1. Every rank computes all."""
         self._slots.use(model)
-        ids = np.asarray(tokens, np.int64)
+        ids, num_top, targets = np.asarray(asked.tokens, np.int64), asked.num_top, asked.targets
         wanted = ids[1:, None] if targets is None else np.concatenate([ids[1:, None], targets.clip(min=0)], axis=1)
         rows = rows_of([Datum(ids[:-1], {TARGETS: wanted})], "cross_entropy")
         outputs: tuple[str, ...] = (LOG_PROBS,)
@@ -247,6 +250,8 @@ class TrainingServiceWorker(Worker):
 class SamplingWorker(Worker):
     """A replica, see above. It communicates with no other."""
 
+    _sampler: AdapterSampler | SnapshotSampler
+
     def __init__(self, settings: WorkerSettings):
         self.settings = settings
 
@@ -255,14 +260,14 @@ class SamplingWorker(Worker):
         return 1
 
     @register(Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the model."""
+    def init_model(self) -> str | None:
+        """Load the model; return why vLLM merges adapters, if it does."""
         settings = self.settings
         device = init_worker_process(device=settings.device, num_threads=settings.num_threads, single_process=True)
         tokens = load_special_tokens(settings.path, trust_remote_code=settings.trust_remote_code)
         setup = RolloutSetup(
             settings.path,
-            RolloutConfig(name="hf", max_num_seqs=MAX_SEQUENCES),
+            RolloutConfig(name=settings.engine, max_num_seqs=MAX_SEQUENCES),
             tokens.eos_ids,
             tokens.pad_id,
             max_prompt_length=1,
@@ -270,7 +275,12 @@ class SamplingWorker(Worker):
             device=device,
             trust_remote_code=settings.trust_remote_code,
         )
-        self._sampler = SnapshotSampler(AdapterRollout(setup, max_rank=settings.max_rank), read=_read_version)
+        note = None
+        if settings.engine == "vllm":
+            self._sampler, note = make_vllm_sampler(setup, max_rank=settings.max_rank, read=_read_version)
+        else:
+            self._sampler = SnapshotSampler(AdapterRollout(setup, max_rank=settings.max_rank), read=_read_version)
+        return note
 
     @register(Dispatch.ONE_TO_ALL)
     def forget(self, version: str) -> None:
@@ -288,11 +298,9 @@ class SamplingWorker(Worker):
         return self._sampler.serve(version, requests, slice_s=slice_s)
 
     @register(Dispatch.ONE_TO_ALL)
-    def scores(
-        self, version: str, tokens: Sequence[int], *, temperature: float, num_top: int, targets: np.ndarray | None
-    ) -> TokenScores:
-        """Return what a version predicts for given tokens, see `AdapterRollout.scores`."""
-        return self._sampler.scores(version, tokens, temperature=temperature, num_top=num_top, targets=targets)
+    def scores(self, version: str, wanted: ScoreRequest) -> TokenScores:
+        """Return what a version predicts for given tokens."""
+        return self._sampler.scores(version, wanted)
 
 
 def _loss_of(request: Pass, config: dict[str, float], found_BTK: torch.Tensor, losses: dict[int, float]) -> LossFn:

@@ -42,6 +42,21 @@ VERSION_ON_DISK = 0  # of weights that the engine read from the model's director
 
 
 @dataclass(frozen=True)
+class AdapterSlots:
+    """Room for adapters that requests name, in an engine that computes with them unmerged.
+
+    Attributes:
+        max_rank: Highest rank.
+        layers: Last names of the layers that may have them.
+        num: How many are computed with in one step.
+    """
+
+    max_rank: int
+    layers: tuple[str, ...]
+    num: int = 4
+
+
+@dataclass(frozen=True)
 class RolloutSetup:
     """What a rollout needs to start.
 
@@ -50,6 +65,7 @@ class RolloutSetup:
         first `load_weights`.
     override_config: entries that replace those of the model's own config.
     seed: of random ("dummy") weights. Samples depend on `SamplingParams.seed` or the batch's `seeds`.
+    slots: for adapters that requests name; None: adapters are merged. Only `vllm` has them.
     """
 
     model_path: str
@@ -64,6 +80,7 @@ class RolloutSetup:
     load_format: str = "auto"
     seed: int = 0
     max_images: int = 16
+    slots: AdapterSlots | None = None
 
     @property
     def max_length(self) -> int:

@@ -30,6 +30,7 @@ class Request:
     num_before: tokens of the response before those that num_done counts: earlier turns of an agent, whose random
         numbers begin anew with each turn. Only the driver reads it, for the shares of partial rollouts.
     images: of the tokens so far; None for a request of text.
+    adapter: number of the adapter that generates, in an engine with adapters of its own; 0: none.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Request:
     num_done: int = 0
     num_before: int = 0
     images: RowImages | None = field(default=None, compare=False)
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         if self.sampling.n != 1:

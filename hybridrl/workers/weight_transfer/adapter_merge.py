@@ -3,9 +3,9 @@
 So only A and B are sent.
 
 `VersionedRollout` uses it in the rollout's process. The engine computes with merged weights. Requests, tensor
-parallelism, fingerprints and speed are the same as without adapters. (vLLM's own LoRA layers give the same tokens. On
-the CPU they take 4 to 5 times as long for a model of 1M parameters, and about as long for one of 50M.) Cost: a second
-copy, in host memory, of the weights that adapters change.
+parallelism, fingerprints and speed are the same as without adapters. (vLLM's own LoRA layers, which the training
+service uses for several versions at once, give the same tokens.) Cost: a second copy, in host memory, of the weights
+that adapters change.
 """
 
 from collections.abc import Iterable, Iterator

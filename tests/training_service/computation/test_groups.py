@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -73,11 +74,17 @@ class Killer:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("victim", "trainers", "replicas"), [("trainer", 1, 1), ("trainer", 2, 1), ("replica", 1, 2)])
+@pytest.mark.parametrize(
+    ("victim", "trainers", "replicas", "engine"),
+    [("trainer", 1, 1, "hf"), ("trainer", 2, 1, "hf"), ("replica", 1, 2, "hf"), ("replica", 1, 2, "vllm")],
+)
 def test_kills_of_processes_leave_all_numbers_of_a_loop_as_they_are(
-    ray_cluster, tiny_qwen2, tmp_path, victim, trainers, replicas
+    ray_cluster, tiny_qwen2, tmp_path, victim, trainers, replicas, engine
 ):
-    options = OPTIONS | {"trainers": trainers, "replicas": replicas, "store": str(tmp_path / "store")}
+    if engine == "vllm" and find_spec("vllm") is None:
+        pytest.skip("the module vllm is not installed")
+    options = OPTIONS | {"trainers": trainers, "replicas": replicas, "engine": engine}
+    options["store"] = str(tmp_path / "store")
     with training_client(str(tiny_qwen2), **options) as client:
         started = time.monotonic()
         expected = loop(client.service)
@@ -94,6 +101,7 @@ def test_kills_of_processes_leave_all_numbers_of_a_loop_as_they_are(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_trainers_compute_what_one_does(ray_cluster, tiny_qwen2, tmp_path):
     losses = []
     for trainers in (1, 2):
@@ -104,6 +112,7 @@ def test_two_trainers_compute_what_one_does(ray_cluster, tiny_qwen2, tmp_path):
                 data = [sequence(10 * step + row, 6 + row) for row in range(3 - step)]  # with one datum a rank has none
                 losses.append(model.forward_backward(data, "cross_entropy").loss)
                 losses.append(model.optim_step(learning_rate=3e-3)["metrics"]["grad_norm:mean"])
+            require_trainers_log_probs(model)
             kept = client.load(model.save("three"))
             losses.append(kept.forward([sequence(5)]).loss)
     np.testing.assert_allclose(losses[:7], losses[7:], rtol=1e-5)
@@ -137,6 +146,16 @@ def test_megatron_computes_what_fsdp_does(ray_cluster, tiny_qwen2, tmp_path):
         assert gradients.keys() == found["fsdp"][1].keys() and difference < 1e-6 * norm
 
 
+def require_trainers_log_probs(model):
+    """The log-probs of a prompt are those of `forward` to the last bit: the trainers have computed them."""
+    tokens, sampler = list(range(20, 50)), model.sampler()
+    forward = model.forward([datum(tokens[:-1], tokens[1:])]).log_probs[0]
+    np.testing.assert_array_equal(sampler.log_probs(tokens)[1:], forward)
+    model.forward_backward([sequence(1)], "cross_entropy")
+    model.optim_step(learning_rate=1e-2)  # with other weights in the trainers, a replica computes them
+    np.testing.assert_allclose(sampler.log_probs(tokens)[1:], forward, atol=1e-5)
+
+
 def steps_of_all_weights(client):
     """Return losses and norms of three steps, log-probs of a sampler, and the first step's gradients.
 
@@ -153,4 +172,5 @@ def steps_of_all_weights(client):
             gradients = {key: value for key, value in tensors.items() if key.endswith(".exp_avg")}
         model.forward_backward([sequence(step)], "cross_entropy")  # of no effect: what was saved goes on
         model = client.load(path)
+    require_trainers_log_probs(model)
     return [*numbers, *model.sampler().log_probs([20, 21, 22, 23])[1:]], gradients

@@ -17,6 +17,7 @@ from hybridrl.data_plane.futures import stored
 from hybridrl.workers.rollout.request_engine import EngineHost, RequestEngine
 from hybridrl.workers.rollout.requests import FinishReason, Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, needs_history
+from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores, score_logits
 from hybridrl.workers.rollout.vllm.process_state import preserve_process_state
 
 MAX_SHARED_BATCHES = 8  # training and validation need two
@@ -34,6 +35,8 @@ class VLLMHost(EngineHost, Protocol):
     def engine_params(self, row: int, sampling: SamplingParams, stop_condition: StopCondition) -> Any: ...
 
     def engine_prompt(self, tokens: list[int], images: RowImages | None) -> dict[str, Any]: ...
+
+    def adapter_request(self, number: int) -> Any: ...
 
     def check_prompt(self, output: Any, tokens: Sequence[int]) -> None: ...
 
@@ -71,7 +74,8 @@ class VLLMRequestEngine(RequestEngine):
         super().__init__(rollout)
         self._open: dict[str, _PlacedRequest] = {}
         self._shared_batches: dict[SamplingParams, _BatchSlots] = {}
-        self._num_batches = 0
+        self._num_batches = self._num_scored = 0
+        self._scoring: str | None = None
 
     def add(self, request: Request) -> None:
         batch = self._batch_for(request)
@@ -81,7 +85,8 @@ class VLLMRequestEngine(RequestEngine):
             params = self._params(request, batch.number, row)
             with preserve_process_state():
                 prompt = self.rollout.engine_prompt(list(request.prompt_ids), request.images)
-                self.rollout.engine.add_request(request.request_id, prompt, params)
+                adapter = self.rollout.adapter_request(request.adapter)
+                self.rollout.engine.add_request(request.request_id, prompt, params, lora_request=adapter)
         except Exception:
             self._free(batch, row)
             raise
@@ -150,12 +155,40 @@ class VLLMRequestEngine(RequestEngine):
             # vLLM may still report a request that was aborted in this very step.
             entry = self._open.get(output.request_id)
             if entry is None:
+                self._scoring = None if output.request_id == self._scoring else self._scoring
                 continue
             self.rollout.check_prompt(output, entry.request.prompt_ids)
             entry.tokens += output.outputs[0].token_ids
             if output.finished:
                 done.append(self._close(entry, "length" if output.outputs[0].finish_reason == "length" else "stop"))
         return done
+
+    def score(self, wanted: ScoreRequest) -> tuple[TokenScores, list[TokenOutput]]:
+        """Return log-probs of given tokens, and outputs of open requests that finished meanwhile."""
+        if len(wanted.tokens) < 2:
+            return score_logits(torch.zeros(0, max(1, wanted.num_top)), wanted), []
+        from vllm import SamplingParams as EngineParams
+
+        self._num_scored += 1
+        self._scoring, done = f"scores-{self._num_scored}", list[TokenOutput]()
+        name = self._scoring
+        self.rollout.call_worker("expect_scores", name, wanted)
+        args = {"row": 0, "batch": -1, "scored": name}  # of no batch: the token that vLLM samples is not used
+        params = EngineParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, extra_args=args)
+        prompt, adapter = {"prompt_token_ids": list(wanted.tokens[:-1])}, self.rollout.adapter_request(wanted.adapter)
+        with preserve_process_state():
+            self.rollout.engine.add_request(name, prompt, params, lora_request=adapter)
+        try:
+            while self._scoring is not None:
+                done += self._step()
+        finally:
+            if self._scoring is not None:
+                self.rollout.engine.abort_request([name])
+            self._scoring = None
+            scores = self.rollout.call_worker("token_scores", name)
+        if scores is None:
+            raise RuntimeError(f"vllm rollout: vLLM did not compute all {len(wanted.tokens)} tokens of a prompt")
+        return scores, done
 
     def abort(self, request_id: str) -> TokenOutput | None:
         entry = self._open.get(request_id)

@@ -27,7 +27,6 @@ from hybridrl.workers import engine, rollout
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
 from hybridrl.workers.images import PictureReader, collapsed
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
-from hybridrl.workers.rollout.request_engine import RequestEngine
 from hybridrl.workers.rollout.responses import GeneratedTokens
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition
 from hybridrl.workers.rollout.versioned import VersionedRollout
@@ -51,8 +50,10 @@ ASSUMED: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"rope_parameters": {"mrope_interleaved": True}}},
 }
 """By family: settings that transformers takes for granted, and vLLM reads from `config.json`."""
-NOT_BUILT = "architecture|no other way to handle|supported only for|not supported for quantization"
+NOT_BUILT = "architecture|no other way to handle|supported only for|not supported for quantization|LoRA"
 """In vLLM's errors about models that it does not build on this device."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""For which vLLM has kernels; a lower one is padded."""
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -88,6 +89,8 @@ class VLLMRollout(VersionedRollout):
             self._llm = _start_engine(setup, {"quantization_config": quantization_config(model, fp8)} if is_fp8 else {})
             if setup.config.enable_rollout_routing_replay:
                 self.call_worker("log_routes")
+            if setup.slots is not None:
+                self.call_worker("hold_adapters")
             self._self_test()
         self._use_weights_on_disk()
 
@@ -107,7 +110,7 @@ class VLLMRollout(VersionedRollout):
                 f"data.max_prompt_length + data.max_response_length = {max_length} tokens; raise it"
             )
 
-    def request_engine(self) -> RequestEngine:
+    def request_engine(self) -> VLLMRequestEngine:
         return VLLMRequestEngine(self)
 
     def replace_weights(self, weights: Iterable[NamedTensor]) -> None:
@@ -198,6 +201,30 @@ class VLLMRollout(VersionedRollout):
             "multi_modal_data": {"image": self._pictures(images)},
             "mm_processor_kwargs": {"do_resize": False},
         }
+
+    def add_adapter(self, number: int, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
+        """Hold an adapter that requests can name. Needs `RolloutSetup.slots`.
+
+        Args:
+            number: From 1, never used before.
+            tensors: {layer}.lora_A (r, in) and {layer}.lora_B (out, r).
+            scale: Factor of B A.
+
+        Raises:
+            StaleWeightsError: vLLM does not hold exactly these.
+        """
+        with preserve_process_state():
+            self.call_worker("add_adapter", number, tensors, scale)
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no open request names."""
+        self.call_worker("drop_adapter", number)
+
+    def adapter_request(self, number: int) -> Any:
+        """Return how vLLM's requests name an adapter; None for number 0."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(str(number), number, "held by the worker") if number else None
 
     def check_prompt(self, output: Any, tokens: Sequence[int]) -> None:
         """Raise DataError unless vLLM has read these tokens: the trainer would compute other log-probs."""
@@ -299,6 +326,7 @@ def _start_engine(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
         dtype=dtype,
         seed=setup.seed % 2**32,
         **_routing_options(setup),
+        **_adapter_options(setup, device),
         max_model_len=setup.max_length,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -394,6 +422,21 @@ def _routing_options(setup: RolloutSetup) -> dict[str, Any]:
         return {}
     engine.check_family(load_hf_config(setup), key=f"{ROLLOUT_KEY}.enable_rollout_routing_replay=true")
     return {"enable_prefix_caching": False}
+
+
+def _adapter_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
+    """Return vLLM's options for adapters that requests name. On the CPU they are float32, whatever the weights are."""
+    if setup.slots is None:
+        return {}
+    if setup.slots.max_rank > LORA_RANKS[-1]:
+        raise ConfigError(f"vLLM has adapters of rank 1 to {LORA_RANKS[-1]}, not {setup.slots.max_rank}")
+    return {
+        "enable_lora": True,
+        "max_loras": setup.slots.num,
+        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= setup.slots.max_rank),
+        "lora_target_modules": list(setup.slots.layers),
+        "lora_dtype": torch.float32 if device == "cpu" else "auto",
+    }
 
 
 def _memory_options(setup: RolloutSetup, device: str) -> dict[str, Any]:

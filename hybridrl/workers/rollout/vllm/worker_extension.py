@@ -8,7 +8,7 @@ the tokens; vLLM then only picks the one token left possible. This has three eff
   - vLLM's own log-prob objects (one per token, in Python) and per-request generators cost nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,8 +30,11 @@ from hybridrl.workers.rollout.sampling.sampler import (
     uniforms,
     without_tokens,
 )
+from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores
+from hybridrl.workers.rollout.vllm.adapters import HeldAdapters
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.memory_release import release_pages
+from hybridrl.workers.rollout.vllm.prompt_scores import PromptScorer
 from hybridrl.workers.rollout.vllm.route_log import CapturedRoutes
 from hybridrl.workers.rollout.vllm.weight_loading import DECAY, PushedDecays, load_weights, pushed_parameters
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, fingerprint
@@ -128,6 +131,8 @@ class RolloutExtension:
 
     _routes: CapturedRoutes | None = None
     _decays: PushedDecays | None = None
+    _adapters: HeldAdapters | None = None
+    _scorer: PromptScorer | None = None
 
     device: torch.device  # these four are attributes of vLLM's worker
     model_runner: Any
@@ -151,6 +156,34 @@ class RolloutExtension:
         for row in lengths:
             self._routes.forget(number, row)
         return entries
+
+    def hold_adapters(self) -> None:
+        """Let requests name adapters from now on."""
+        self._adapters = HeldAdapters(self.model_runner.lora_manager)
+
+    def add_adapter(self, number: int, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
+        """Hold an adapter, see `HeldAdapters.add`."""
+        assert self._adapters is not None, "`hold_adapters` comes first"
+        self._adapters.add(number, tensors, scale)
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no open request names."""
+        assert self._adapters is not None, "`hold_adapters` comes first"
+        self._adapters.drop(number)
+
+    def adapter_bytes(self) -> dict[str, int]:
+        """Return the bytes of adapters, see `HeldAdapters.num_bytes`."""
+        return {} if self._adapters is None else self._adapters.num_bytes()
+
+    def expect_scores(self, name: str, wanted: ScoreRequest) -> None:
+        """Score the prompt of a request that will be added, see `PromptScorer`."""
+        self._scorer = self._scorer or PromptScorer(self.model_runner, self._adapters)
+        self._scorer.expect(name, wanted)
+
+    def token_scores(self, name: str) -> TokenScores | None:
+        """Return a prompt's scores, see `PromptScorer.scores`."""
+        assert self._scorer is not None, "`expect_scores` comes first"
+        return self._scorer.scores(name)
 
     def load_rollout_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load named weights (Hugging Face names) into the model's own tensors."""
