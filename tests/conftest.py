@@ -59,7 +59,7 @@ LONG_FILES = (
     "single_controller/processes/test_reattach.py",
     "testing/test_rollout.py",
     "workers/weight_transfer/test_transports.py",
-    "workers/rollout/vllm/test_weight_loading.py",
+    "workers/rollout/vllm/weights/test_loading.py",
     "workers/rollout/test_vllm.py",
     "test_docs_site.py",
 )

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from hybridrl.workers.rollout.vllm.rollout import SUPPORTED_VERSIONS
+from hybridrl.workers.rollout.vllm.engine_start import SUPPORTED_VERSIONS
 
 ROOT = Path(__file__).parents[1]
 SETUP = {

@@ -15,5 +15,5 @@ from .route_log import RouteLog as RouteLog
 from .sampling.logits import StopStringCache as StopStringCache
 from .sampling.logits import TokenHistory as TokenHistory
 from .sampling.sampler import SamplingParams as SamplingParams
-from .vllm.kernels import use_plain_kernels as use_plain_kernels
 from .vllm.rollout import VLLMRollout as VLLMRollout
+from .vllm.weights.kernels import use_plain_kernels as use_plain_kernels

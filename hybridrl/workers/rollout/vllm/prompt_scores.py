@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores, joined, score_logits
-from hybridrl.workers.rollout.vllm.adapters import HeldAdapters
+from hybridrl.workers.rollout.vllm.weights.adapters import HeldAdapters
 
 ROWS = 256  # whose logits are in memory together
 

@@ -31,12 +31,12 @@ from hybridrl.workers.rollout.sampling.sampler import (
     without_tokens,
 )
 from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores
-from hybridrl.workers.rollout.vllm.adapters import HeldAdapters
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.memory_release import release_pages
 from hybridrl.workers.rollout.vllm.prompt_scores import PromptScorer
 from hybridrl.workers.rollout.vllm.route_log import CapturedRoutes
-from hybridrl.workers.rollout.vllm.weight_loading import DECAY, PushedDecays, load_weights, pushed_parameters
+from hybridrl.workers.rollout.vllm.weights.adapters import HeldAdapters
+from hybridrl.workers.rollout.vllm.weights.loading import DECAY, PushedDecays, load_weights, pushed_parameters
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, fingerprint
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.workers.rollout import RolloutSetup, make_rollout
-from hybridrl.workers.rollout.vllm.block_fp8 import fp8_weights, quantization_config
+from hybridrl.workers.rollout.vllm.weights.block_fp8 import fp8_weights, quantization_config
 from hybridrl.workers.weight_transfer.buckets import OutgoingWeights
 from hybridrl.workers.weight_transfer.quantize import (
     GRIDS,
