@@ -157,6 +157,22 @@ def test_a_bit_that_changes_in_vllms_copy_is_found_when_it_enters_a_slot_and_the
     assert np.array_equal(by_vllm.scores("a", wanted).log_probs, expected)
 
 
+def test_a_score_whose_step_fails_ends_with_its_error_and_open_requests_go_on(by_hf, by_vllm):
+    expected = by_vllm.scores("a", wanted := ScoreRequest(tuple(range(20, 50)))).log_probs
+    for version in ("c", "d", "e", "f"):  # "a" leaves its slot
+        by_vllm.scores(version, wanted)
+    held = by_vllm._rollout._llm.llm_engine.model_executor.driver_worker.worker._adapters
+    held._tensors[by_vllm._numbers["a"]]["model.layers.0.mlp.down_proj.lora_B"][0, 0] += 1e-3
+    found = by_vllm.serve("c", requests("c"), slice_s=0.0)
+    with pytest.raises(StaleWeightsError, match="fingerprint"):
+        by_vllm.scores("a", wanted)
+    while len(found) < 3:
+        found += by_vllm.serve("c", [], slice_s=1.0)
+    assert {one.finish_reason for one in found} == {"length"}
+    by_vllm.forget("a")
+    assert np.array_equal(by_vllm.scores("a", wanted).log_probs, expected)
+
+
 def test_an_adapter_of_a_layer_that_vllm_does_not_adapt_is_refused(by_hf, by_vllm):
     tensors = {"model.embed_tokens.lora_A": torch.ones(2, 64), "model.embed_tokens.lora_B": torch.ones(64, 2)}
     with pytest.raises(StaleWeightsError, match="does not compute all of these layers"):

@@ -179,8 +179,11 @@ class VLLMRequestEngine(RequestEngine):
         with preserve_process_state():
             self.rollout.engine.add_request(name, prompt, params, lora_request=adapter)
         try:
-            while self._scoring is not None:
-                done += self._step()
+            while self._scoring is not None and self.rollout.engine.has_unfinished_requests():
+                done += self._step() if self._unanswered else self.step()  # alone, its error is its own
+        except Exception:
+            self._start_again()
+            raise
         finally:
             if self._scoring is not None:
                 self.rollout.engine.abort_request([name])
@@ -189,6 +192,13 @@ class VLLMRequestEngine(RequestEngine):
         if scores is None:
             raise RuntimeError(f"vllm rollout: vLLM did not compute all {len(wanted.tokens)} tokens of a prompt")
         return scores, done
+
+    def _start_again(self) -> None:
+        """Let open requests wait to be added anew: vLLM counts tokens of a failed step as computed."""
+        requests, self._unanswered = [*self._unanswered.values()], {}
+        for request in requests:
+            self.abort(request.request_id)
+        self._waiting = requests + self._waiting
 
     def abort(self, request_id: str) -> TokenOutput | None:
         entry = self._open.get(request_id)
