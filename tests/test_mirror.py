@@ -47,6 +47,7 @@ OF_A_TOPIC = {
     "cli/models/test_evaluation_page.py",
     "config/checks/test_features.py",
     "data_plane/test_fuzz.py",
+    "data_plane/test_stored_arrays.py",
     "rewards/sandbox/test_rewards.py",
     "rewards/test_waiting.py",
     "serving/environments/test_harbor.py",

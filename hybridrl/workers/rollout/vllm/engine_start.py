@@ -48,8 +48,10 @@ def start_engine(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+    from vllm.v1.engine import core
 
     rollout.use_plain_kernels()
+    core.cleanup_dist_env_and_memory = _keep_process_group
     device = torch.device(setup.device).type
     if current_platform.device_type != device:
         raise ConfigError(
@@ -105,6 +107,10 @@ def start_engine(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
             f"data.max_prompt_length={setup.max_prompt_length} + data.max_response_length={setup.max_response_length} "
             "tokens; raise it, or lower one of the lengths"
         ) from error
+
+
+def _keep_process_group(shutdown_ray: bool = False) -> None:
+    """Do nothing at the end of an engine: vLLM would destroy torch's process group, which is the trainer's, too."""
 
 
 def _image_options(setup: RolloutSetup) -> dict[str, Any]:
