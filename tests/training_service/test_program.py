@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from transformers import Qwen3MoeConfig
 
 from hybridrl.errors import ConfigError
 from hybridrl.training_service.program import ServiceOptions, open_service
+from tests.support.end_to_end.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "support" / "training_service"
@@ -35,12 +35,6 @@ def sdk_python():
     if (found := os.environ.get(SDK_PYTHON)) is None:
         pytest.skip(f"{SDK_PYTHON} is not set: make environments")
     return found
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Server:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.end_to_end.ports import free_port
+
 START_TIMEOUT_S = 60.0
 ATTEMPTS = 3  # `ray start` ends if another process takes its port before it listens
 OBJECT_STORE_BYTES = 100_000_000
@@ -19,12 +21,6 @@ OBJECT_STORE_BYTES = 100_000_000
 def own(folder: str) -> dict[str, str]:
     """Return the environment of programs of the cluster; `ray.init` of an earlier test may have turned tokens on."""
     return {"RAY_TMPDIR": folder, "HOME": folder, "RAY_AUTH_MODE": "disabled"}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @contextmanager

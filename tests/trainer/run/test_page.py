@@ -11,13 +11,8 @@ import pytest
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.run import prepared_run_directory
+from tests.support.end_to_end.ports import free_port
 from tests.support.view.run_files import write_metrics
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def listens(port: int) -> bool:
