@@ -1,4 +1,4 @@
-"""References in place of data: `DataProtoFuture` for a batch, `StoredArray` for an array of an object column.
+"""References in place of data: `DataProtoFuture` for a batch, `StoredArray` for an array.
 
 The driver moves references, not tokens. If a worker group has as many workers as the future has shards, each shard is
 forwarded unread. The large arrays of a batch that the driver does read, such as the patches of images, are stored by
@@ -145,7 +145,9 @@ def _slice_of(start: int, stop: int, batch: Sequence) -> Any:
 
 
 class StoredArray:
-    """An array that the processes of a run send each other as a reference, until one reads it. Not written to.
+    """An array that processes send each other as a reference, until one reads it.
+
+    Not written to.
 
     Ray sends the reference (`single_controller/processes/array_store.py`). Any other pickle has the array itself, a
     plain one. So an entry of an object column may be either; `array_of` reads both.
@@ -165,7 +167,7 @@ class StoredArray:
         return self.block.read()[self.index]
 
     def __reduce__(self) -> tuple:
-        return _same, (self.read(),)
+        return np.asarray, (self.read(),)
 
     def __deepcopy__(self, memo: Any) -> "StoredArray":
         return self
@@ -202,12 +204,12 @@ class _Store:
 
 
 def use_array_store(put: StoreArrays) -> None:
-    """Let `stored` put arrays there from now on, in this process. It returns reference and fetch, or None."""
+    """Let `stored` put arrays there from now on; `put` returns reference and fetch, or None."""
     _Store.put = put
 
 
 def stored(arrays: Sequence[np.ndarray]) -> list[Any]:
-    """Return entries of an object column for these arrays: stored ones if this process has a store.
+    """Return entries of an object column, stored ones if this process has a store.
 
     Small arrays stay as they are.
     """
@@ -224,10 +226,10 @@ def stored(arrays: Sequence[np.ndarray]) -> list[Any]:
 def _groups(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """Return consecutive arrays in groups of at most `BLOCK_BYTES`, or of one larger array."""
     groups: list[list[np.ndarray]] = []
-    size = BLOCK_BYTES
+    size = 0
     for array in arrays:
         size += array.nbytes
-        if size > BLOCK_BYTES:
+        if not groups or size > BLOCK_BYTES:
             groups.append([])
             size = array.nbytes
         groups[-1].append(array)
@@ -254,7 +256,7 @@ def arrays_of(entries: Iterable[Any]) -> list[Any]:
 
 
 def stored_again(column: np.ndarray) -> np.ndarray:
-    """Return a column whose stored arrays this process has stored: they outlive the processes that made them."""
+    """Return a column whose stored arrays outlive the processes that made them."""
     places = [row for row, entry in enumerate(column) if isinstance(entry, StoredArray)]
     if not places:
         return column
@@ -262,7 +264,3 @@ def stored_again(column: np.ndarray) -> np.ndarray:
     for place, entry in zip(places, stored(arrays_of(column[places])), strict=True):
         column[place] = entry
     return column
-
-
-def _same(array: np.ndarray) -> np.ndarray:
-    return array

@@ -44,6 +44,11 @@ def test_small_arrays_are_stored_together_and_large_ones_alone(store):
     assert [entry.read()[0] for entry in entries] == [0, 1, 2, 3, 4, 0]
 
 
+def test_an_empty_array_may_be_the_first(store):
+    empty, full = stored([*numbers(1, 0), *numbers(1, MIN_STORED_BYTES)])
+    assert [len(block) for block in store.kept] == [2] and empty.read().size == 0 and full.read().size
+
+
 def test_arrays_that_have_little_together_are_not_stored(store):
     arrays = numbers(3, MIN_STORED_BYTES // 4)
     assert all(entry is array for entry, array in zip(stored(arrays), arrays, strict=True)) and not store.kept
