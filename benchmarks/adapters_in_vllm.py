@@ -1,4 +1,6 @@
-"""Snapshots sampled by vLLM: adapters in its own layers together, against merged weights in turns, and the hf rollout.
+"""Snapshots sampled by vLLM: adapters in its own layers, and merged ones in turns.
+
+The hf rollout is beside them.
 
     python -m benchmarks.adapters_in_vllm MODEL [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""Bytes through the driver in a step, and seconds, with arrays that workers store and with arrays in every message.
+"""Bytes through the driver in a step, and seconds: arrays stored, or in every message.
 
     python benchmarks/stored_arrays.py [--prompts 16] [--samples 8] [--patches 1024] [--tokens 1024] [--repeats 5]
 
@@ -54,7 +54,7 @@ def read(data: DataProto) -> int:
 
 @dataclass
 class Driver:
-    """The driver of a step, which counts the bytes of the messages that it sends and receives.
+    """The driver of a step, which counts the bytes of its messages.
 
     Attributes:
         counts: Pickle every message once more, to count it. No time is measured then.

@@ -211,7 +211,7 @@ class DataProto(Rows):
         return selected
 
     def stored_again(self) -> Self:
-        """Return the batch for later steps: arrays that other processes have stored are stored by this one."""
+        """Return the batch for later steps, whose stored arrays this process has stored."""
         kept = self.select()
         kept.non_tensor_batch = {name: futures.stored_again(column) for name, column in self.non_tensor_batch.items()}
         return kept

@@ -331,7 +331,7 @@ class TrainingService:
         executor.notify()
 
     def _ask_trainers(self, operation: SampleOperation, version: str, tenant: str, executor: JobExecutor) -> None:
-        """Let the trainers compute the log-probs of a prompt if they have the version's weights now."""
+        """Let trainers that have the version's weights now compute log-probs of a prompt."""
         wanted = operation.about_prompt
         if wanted is None or len(wanted.tokens) < 2 or self._trained_as(version) is None:
             return
@@ -347,7 +347,7 @@ class TrainingService:
         self._executor.add(name, _Once(tenant, score))
 
     def _trained_as(self, version: str) -> str | None:
-        """Return the model in the trainers' memory that has a version's weights now. Called with the lock held."""
+        """Return the trainers' model that has a version's weights. Called with the lock held."""
         lanes = (lane for lane in self._lanes.values() if lane.is_loaded and lane.model.published == version)
         return next((lane.model.id for lane in lanes), None)
 

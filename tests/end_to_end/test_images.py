@@ -22,8 +22,8 @@ from examples.vision.make_data import make_rows, swapped
 from hybridrl import main_distill, main_dpo, main_ppo, main_rm, main_sft
 from hybridrl.cli import export_checkpoint
 from hybridrl.trainer.data.images import messages_with_images
-from hybridrl.trainer.data.row_files import prompt_table, write_table
 from hybridrl.workers.images import decoded_image
+from tests.support.end_to_end.pictures import save_model_and_rows
 from tests.support.workers.image_cases import model_inputs, read_processor
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pictures")
-    build_model(path / "model", family="qwen2_5_vl")
-    rows = make_rows(12, seed=1, kinds=("colour", "count"))
-    del rows[3]["images"]
-    rows[3]["prompt"] = [{"role": "user", "content": "Which colour ?"}]  # a row without a picture among the others
-    write_table(prompt_table(rows), str(path / "train.parquet"))
-    return path
+    return save_model_and_rows(tmp_path_factory.mktemp("pictures"))
 
 
 def save_text_model(folder: Path) -> Path:

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.vision.build_model import build_model
-from examples.vision.make_data import make_rows
-from hybridrl.trainer.data.row_files import prompt_table, write_table
 from tests.support.end_to_end.failing_runs import ROOT, SAME, fault, hits
+from tests.support.end_to_end.pictures import save_model_and_rows
 from tests.support.end_to_end.runs import assert_none_is_left, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,13 +31,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pictures")
-    build_model(path / "model", family="qwen2_5_vl")
-    rows = make_rows(12, seed=1, kinds=("colour", "count"))
-    del rows[3]["images"]
-    rows[3]["prompt"] = [{"role": "user", "content": "Which colour ?"}]  # a row without a picture among the others
-    write_table(prompt_table(rows), str(path / "train.parquet"))
-    return path
+    return save_model_and_rows(tmp_path_factory.mktemp("pictures"))
 
 
 def run(folder: Path, path: Path, *faults: dict, **changes: object) -> list[list[float]]:

@@ -49,7 +49,7 @@ class ArrayFetcher:
 
 
 def share_arrays(role: str, rank: int) -> None:
-    """Let this process store arrays in Ray's object store, and send them as references from now on.
+    """Let this process store arrays in Ray's object store from now on.
 
     Args:
         role, rank: Of this process, `DRIVER` or a worker's.

@@ -86,7 +86,9 @@ def _engine_setup(setup: RolloutSetup) -> EngineSetup:
 
 
 class AdapterSampler:
-    """The versions of one vLLM engine whose requests name their adapters. Its calls are those of `SnapshotSampler`.
+    """The versions of one vLLM engine whose requests name their adapters.
+
+    Its calls are those of `SnapshotSampler`.
 
     Requests of all versions are generated together, so a call for one version can finish requests of others. Their
     outputs wait for the next call for their version.
@@ -102,7 +104,7 @@ class AdapterSampler:
         self._done: dict[str, list[TokenOutput]] = {}
 
     def forget(self, name: str) -> None:
-        """Read a version from the disk again before its next use. Open requests keep what they have."""
+        """Read a version from the disk again before its next use, but for open requests."""
         self._numbers.pop(name, None)
         self._drop_unused()
 
@@ -115,7 +117,7 @@ class AdapterSampler:
         self.forget(name)
 
     def serve(self, name: str, requests: list[Request], *, slice_s: float) -> list[TokenOutput]:
-        """Add requests to a version, generate for one time slice, and return what has finished of the version."""
+        """Add requests to a version, generate for a time slice, and return what finished."""
         number = self._number(name)
         self._open |= {request.request_id: (name, number) for request in requests}
         if any(version == name for version, _ in self._open.values()):
@@ -173,13 +175,14 @@ class AdapterSampler:
 
 
 class MergedRollout(rollouts.VLLMRollout):
-    """A vLLM rollout that computes with all weights of one version at a time. Each exchange is verified."""
+    """A vLLM rollout that computes with one version at a time, each exchange verified."""
 
     engine_name = "vllm"
+    _number = 0  # of exchanges
 
     def use(self, version: Version | None) -> None:
-        """Compute with a version from now on; None: with the base model. No request is open."""
-        self._number = getattr(self, "_number", 0) + 1
+        """Compute with a version, None: the base model. No request is open."""
+        self._number += 1
         self.load_weights(self._number, self._weights(version))
 
     @cached_property

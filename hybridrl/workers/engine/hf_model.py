@@ -29,9 +29,9 @@ IMAGE_AUTO_CLASS = "AutoModelForImageTextToText"
 IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Families with a vision tower. One enters when a test compares it with plain transformers."""
 TEXT_OR_IMAGES, TEXT_ONLY = ("qwen3_5", "qwen3_5_moe"), "language_model_only"
-"""Families whose checkpoints always have a tower, and the entry of `override_config` that says whether it runs.
+"""Families whose checkpoints always have a tower, and the entry that says whether it runs.
 
-The entry is vLLM's, and published checkpoints have it. Unless it is set to false, the model is one of text.
+The entry of `override_config` is vLLM's, and published checkpoints have it. Unless it is false, the model is of text.
 """
 HEAD_STD = 0.02  # of a new value head, as transformers draws it
 NO_SCORE_HEAD = "; it is not a trained reward model: set reward_model.model.path to a model with a score head"
@@ -62,7 +62,7 @@ def choose_tower(found: Any, override_config: Mapping[str, Any]) -> None:
 
 
 def overrides_for(path: str, policy: str | None, override_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides of a model beside the policy: the policy's if it is the same, else the choice of a tower."""
+    """Return the policy's overrides for a model; for another model, the tower's only."""
     is_same = path == policy
     return {name: value for name, value in override_config.items() if is_same or name == TEXT_ONLY}
 

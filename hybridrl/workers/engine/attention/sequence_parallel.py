@@ -83,13 +83,13 @@ def part_of_layout(layout: TokenLayout, part: SequencePart) -> TokenLayout:
 
 
 def places_of_part(layout: TokenLayout, part: SequencePart) -> torch.Tensor:
-    """Return the place (b*t,) int64 in the layout of each token of `part_of_layout`, -1 for the fill."""
+    """Return the places (b*t,) int64 of this process's tokens, -1 for the fill."""
     places = torch.arange(layout.input_ids.numel()).view_as(layout.input_ids)
     return _own(places, torch.full((-places.size(1) % part.size,), -1), part).flatten()
 
 
 def _own(tokens: torch.Tensor, filling: torch.Tensor, part: SequencePart) -> torch.Tensor:
-    """Return this process's columns of (b, T) tokens that are filled with (fill,) at the end of each row."""
+    """Return this process's columns (b, t) of tokens (b, T) filled with (fill,)."""
     filled = torch.cat([tokens, filling.expand(len(tokens), -1)], dim=1)
     return filled.chunk(part.size, dim=1)[part.rank].contiguous()
 

@@ -116,7 +116,7 @@ class RouterHooks:
             router.register_forward_hook(partial(self._route, layer))
 
     def arrange(self, places: torch.Tensor, num_tokens: int) -> None:
-        """Say which tokens the next passes have; without a call all of the layout, in their order.
+        """Say which tokens the next passes have; default: those of the layout.
 
         Args:
             places: (t,) int64, place of each token in the layout, -1 for a fill.
@@ -132,11 +132,11 @@ class RouterHooks:
         self._given = routes if routes is None or self._share is None else self._share.cut(routes)
 
     def taken(self) -> torch.Tensor:
-        """Return the experts (T, L, K) of the last forward pass. Collective among the peers of a share."""
+        """Return the experts (T, L, K) of the last forward pass. Collective."""
         return self._of_layout(torch.stack([experts for experts in self._experts if experts is not None], dim=1))
 
     def differs(self) -> torch.Tensor:
-        """Return for each token (T,) whether the routers would have chosen other experts in some layer. Collective."""
+        """Return for each token (T,) whether some router would have chosen others. Collective."""
         pairs = zip(self._experts, self._own, strict=True)
         found = [(_sorted(used) != _sorted(own)).any(-1) for used, own in pairs]
         return self._of_layout(torch.stack(found, dim=1).any(-1).long()).bool()

@@ -1,4 +1,4 @@
-"""`TokenShare`: the tokens of a layout that this process computes, while its peers compute the others.
+"""`TokenShare`: the tokens of a layout that this process computes, and its peers'.
 
 Shapes: T tokens of a layout, t tokens of this process.
 """
@@ -12,7 +12,7 @@ from hybridrl.workers.engine.routing.routes import MISSING
 
 
 class TokenShare:
-    """Cuts values of a layout's tokens down to those of this process, and joins those of all peers.
+    """Cuts values down to the tokens of this process, and joins those of peers.
 
     Args:
         places: (t,) int64, place of each token of this process in the layout, -1 for a fill.
@@ -24,7 +24,11 @@ class TokenShare:
         self.places, self._num_tokens, self._peers = places, num_tokens, peers
 
     def cut(self, routes: torch.Tensor) -> torch.Tensor:
-        """Return the routes (t, L, K) of this process's tokens among those of all, (T, L, K); -1 for a fill."""
+        """Return the routes (t, L, K) of this process's tokens, -1 for a fill.
+
+        Args:
+            routes: (T, L, K), of all tokens.
+        """
         local = routes[self.places.clamp(min=0)]
         local[self.places < 0] = MISSING
         return local

@@ -44,7 +44,7 @@ class TokenScores:
 
 
 def score_logits(logits_NV: torch.Tensor, wanted: ScoreRequest, *, first: int = 0) -> TokenScores:
-    """Return the scores of the tokens after positions `first`, `first` + 1 ... of a request, on CPU."""
+    """Return the scores of the N tokens after position `first`, on CPU."""
     log_probs_NV = (logits_NV.float() / wanted.temperature).log_softmax(-1)
     end = first + len(logits_NV)
     following = torch.tensor(wanted.tokens[first + 1 : end + 1], device=logits_NV.device)

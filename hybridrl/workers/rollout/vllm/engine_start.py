@@ -1,4 +1,4 @@
-"""Starts vLLM's engine for a rollout: versions, environment, and options that follow from the rollout's settings."""
+"""The start of vLLM's engine: versions, environment, and options from a rollout's settings."""
 
 import os
 import re
@@ -110,11 +110,11 @@ def start_engine(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
 
 
 def _keep_process_group(shutdown_ray: bool = False) -> None:
-    """Do nothing at the end of an engine: vLLM would destroy torch's process group, which is the trainer's, too."""
+    """Leave torch's process group, which vLLM would destroy, to the trainer."""
 
 
 def _image_options(setup: RolloutSetup) -> dict[str, Any]:
-    """Return vLLM's options for images. Its processor of a model that reads images needs the tokenizer."""
+    """Return vLLM's options for images, whose processor needs the tokenizer."""
     if not reads_images(load_hf_config(setup)):
         return {"skip_tokenizer_init": True}
     if find_spec("torchvision") is None:
@@ -136,7 +136,7 @@ def _attention_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
 
 
 def _overrides(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
-    """Return vLLM's `hf_overrides`: the user's, and text alone of a model that has more than text.
+    """Return vLLM's `hf_overrides`: the user's, and text alone of a composite model.
 
     The actor trains it as a model of text, whose names of weights are others.
     """
@@ -167,7 +167,7 @@ def _routing_options(setup: RolloutSetup) -> dict[str, Any]:
 
 
 def _adapter_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
-    """Return vLLM's options for adapters that requests name. On the CPU they are float32, whatever the weights are."""
+    """Return vLLM's options for adapters that requests name, on the CPU in float32."""
     if setup.slots is None:
         return {}
     if setup.slots.max_rank > LORA_RANKS[-1]:
@@ -182,7 +182,7 @@ def _adapter_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
 
 
 def _memory_options(setup: RolloutSetup, device: str) -> dict[str, Any]:
-    """Return vLLM's memory options: a share of the GPU, or a fixed key-value cache in host memory."""
+    """Return vLLM's memory options: a share of the GPU, or a cache in host memory."""
     if device == "cpu":
         return {"kv_cache_memory_bytes": setup.config.kv_cache_memory_mb << 20}
     return {

@@ -35,13 +35,13 @@ class PromptScorer:
         self._prompts[name] = (wanted, [])
 
     def scores(self, name: str) -> TokenScores | None:
-        """Return a prompt's scores and forget it; None if vLLM has not computed all of it."""
+        """Return a prompt's scores and forget it; None if they are not complete."""
         wanted, parts = self._prompts.pop(name)
         is_complete = sum(len(part.log_probs) for part in parts) == len(wanted.tokens) - 1
         return joined(parts) if is_complete else None
 
     def _score_step(self, hidden_states: torch.Tensor, num_scheduled: dict[str, int]) -> dict[str, Any]:
-        """Score the tokens that a step has computed. It stands for vLLM's method, which returns log-probs."""
+        """Score the tokens that a step has computed, in place of vLLM's method."""
         runner = self._runner
         for name in [name for name in runner.num_prompt_logprobs if name in num_scheduled]:
             request, index = runner.requests[name], runner.input_batch.req_id_to_index[name]

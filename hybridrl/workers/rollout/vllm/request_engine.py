@@ -194,7 +194,7 @@ class VLLMRequestEngine(RequestEngine):
         return scores, done
 
     def _start_again(self) -> None:
-        """Let open requests wait to be added anew: vLLM counts tokens of a failed step as computed."""
+        """Add open requests anew: vLLM counts a failed step's tokens as computed."""
         requests, self._unanswered = [*self._unanswered.values()], {}
         for request in requests:
             self.abort(request.request_id)

@@ -180,16 +180,7 @@ class VLLMRollout(VersionedRollout):
         }
 
     def add_adapter(self, number: int, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
-        """Hold an adapter that requests can name. Needs `RolloutSetup.slots`.
-
-        Args:
-            number: From 1, never used before.
-            tensors: {layer}.lora_A (r, in) and {layer}.lora_B (out, r).
-            scale: Factor of B A.
-
-        Raises:
-            StaleWeightsError: vLLM does not hold exactly these.
-        """
+        """Hold an adapter that requests can name, see `HeldAdapters.add`. Needs `RolloutSetup.slots`."""
         with preserve_process_state():
             self.call_worker("add_adapter", number, tensors, scale)
 

@@ -1,1 +1,1 @@
-"""Weights of vLLM's model: how pushes and adapters enter it, and kernels that keep them as they were pushed."""
+"""Weights of vLLM's model: pushes, adapters, and kernels that keep both unchanged."""

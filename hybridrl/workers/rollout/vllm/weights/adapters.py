@@ -1,4 +1,4 @@
-"""Adapters in vLLM's own layers: several versions in one engine, each request with one of them or with none.
+"""Adapters in vLLM's own layers, several in one engine: a request names its own.
 
 `RolloutExtension` owns a `HeldAdapters`. vLLM computes with a few slots, and gives one to another adapter when all are
 taken. It reads the adapter from this module then, not from a directory. Whenever an adapter enters a slot, the slot's
@@ -21,7 +21,7 @@ from hybridrl.errors import StaleWeightsError
 from hybridrl.workers.weight_transfer.fingerprint import tensor_hash
 
 Groups = list[tuple[int, Any]]
-"""Slot and rows of the tokens of each adapter in a step. Tokens without one are in no group."""
+"""Slot and rows of each adapter's tokens in a step; others have no group."""
 
 
 class HeldAdapters:
@@ -82,7 +82,7 @@ class HeldAdapters:
         return _hash(tensor[slot] for module in self._manager.modules.values() for tensor in _stacked(module))
 
     def use_for_rows(self, number: int, num_rows: int) -> None:
-        """Let the next layers, or the output embedding alone, compute this many rows with an adapter; 0: with none.
+        """Let the next layers compute this many rows with an adapter, 0: none.
 
         Until vLLM's next step, which says it anew.
         """

@@ -1,4 +1,4 @@
-"""Layers of a model that vLLM holds in fp8, and how it is told so: `rollout.quantization=fp8`.
+"""Layers that vLLM holds in fp8, and what its configuration says: `rollout.quantization=fp8`.
 
 vLLM gets the values and scales that the sender has quantised, as from a checkpoint in fp8 (DeepSeek-V3's format). Some
 weights are in the rollout's dtype there, the products of values and scales where the sender has quantised them:

@@ -1,7 +1,7 @@
-"""Makes vLLM's kernels hold every weight in the layout in which it was pushed, where vLLM 0.32 would rearrange it.
+"""Kernels of vLLM that hold a weight in the layout in which it was pushed.
 
-A rearranged weight could be neither replaced nor read back for its fingerprint. The rollout calls `use_plain_kernels`
-before it starts the engine, which is in its process. Imports vLLM.
+vLLM 0.32 would rearrange some. A rearranged weight could be neither replaced nor read back for its fingerprint. The
+rollout calls `use_plain_kernels` before it starts the engine, which is in its process. Imports vLLM.
 """
 
 from typing import Any
@@ -68,11 +68,11 @@ def _any_dtype() -> list[torch.dtype]:
 
 
 def _use_plain_weight(layer: Any, remove_weight: bool) -> None:
-    """Let a Linear compute with its weight. vLLM packs it into a closure, and drops `layer.weight`."""
+    """Let a Linear compute with `layer.weight`, which vLLM packs and drops."""
     layer.cpu_linear = F.linear
 
 
 def _rotate(layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
-    """Rotate all heads of a query. vLLM's kernel rotates only the first one of (T,H,D), as in latent attention."""
+    """Rotate all heads of a query (T,H,D); vLLM's kernel rotates only the first."""
     rotate = _rotate_flat if query.ndim == 2 else RotaryEmbedding.forward_native
     return rotate(layer, positions, query, key)

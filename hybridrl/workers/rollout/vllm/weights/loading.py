@@ -1,9 +1,11 @@
-"""Loads pushed weights into a vLLM model, also where vLLM keeps them in another layout than a checkpoint.
+"""Loads pushed weights into a vLLM model, also where vLLM has another layout.
 
 vLLM arranges the weights of experts for its kernel after it has loaded a checkpoint: on the CPU in blocks, on CUDA as
 FlashInfer wants them. A plain copy over them would leave the checkpoint's layout there. The fingerprint, a sum, does
 not see it, and the engine would generate other tokens. vLLM's layerwise reload collects the weights of such a layer,
 arranges them as at the start, and copies the result into the layer's own tensors.
+
+On CUDA layers in fp8 are reloaded so, too: vLLM replaces their parameters by ones that a loader cannot write to.
 
 Of latent attention (DeepSeek-V3) vLLM keeps two matrices that it computes from a pushed one. They are computed again.
 
@@ -30,7 +32,7 @@ from vllm.platforms import current_platform
 from hybridrl.workers.weight_transfer.fingerprint import Dtypes, NamedTensor, fingerprint
 
 REBUILT = (UnquantizedFusedMoEMethod,) if current_platform.is_cpu() else (UnquantizedFusedMoEMethod, Fp8LinearMethod)
-"""Methods of layers whose parameters no longer are what a loader needs, once vLLM has loaded them."""
+"""Methods of layers whose parameters a loader cannot write to after the start."""
 DERIVED = {"W_UV", "W_UK_T"}
 """Parameters of latent attention that vLLM computes from `kv_b_proj.weight`."""
 DECAY = ".A"
@@ -49,11 +51,11 @@ def load_weights(model: Any, weights: Iterable[NamedTensor], *, config: VllmConf
         config: the engine's.
     """
     layers = [*model.modules()]
-    experts = [layer for layer in layers if isinstance(_method(layer), REBUILT)]
+    rebuilt = [layer for layer in layers if isinstance(_method(layer), REBUILT)]
     if isinstance(model, (DeepseekV2ForCausalLM, GptOssForCausalLM)):
         weights = _one_by_one(weights, keeps_names=isinstance(model, GptOssForCausalLM))
     try:
-        _load_experts(model, weights, experts, config) if experts else model.load_weights(weights)
+        _load_rebuilt(model, weights, rebuilt, config) if rebuilt else model.load_weights(weights)
     finally:
         for layer in layers:
             if isinstance(layer, MLAAttention):
@@ -86,25 +88,25 @@ class PushedDecays:
 
 
 def pushed_parameters(parameters: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Yield those of vLLM's parameters that a push brings: not the ones that vLLM derives from others."""
+    """Yield vLLM's parameters without those that vLLM derives from others."""
     return ((name, parameter) for name, parameter in parameters if name.rpartition(".")[2] not in DERIVED)
 
 
-def _load_experts(
-    model: Any, weights: Iterable[NamedTensor], experts: list[torch.nn.Module], config: VllmConfig
+def _load_rebuilt(
+    model: Any, weights: Iterable[NamedTensor], rebuilt: list[torch.nn.Module], config: VllmConfig
 ) -> None:
-    with set_current_vllm_config(config), _rebuilt_kernels(experts):
-        for layer in experts:
+    with set_current_vllm_config(config), _rebuilt_kernels(rebuilt):
+        for layer in rebuilt:
             initialize_layerwise_reload(layer)
         try:
             model.load_weights((name, tensor.clone()) for name, tensor in weights)  # vLLM keeps them for a while
         finally:  # also after a failed push: the next one must not find half-collected layers
-            for layer in experts:
+            for layer in rebuilt:
                 finalize_layerwise_reload(layer, config.model_config)
 
 
 def _one_by_one(weights: Iterable[NamedTensor], *, keeps_names: bool) -> Iterator[NamedTensor]:
-    """Yield weights with those of experts (E, ...), which transformers holds together, one expert at a time.
+    """Yield weights, those of experts (E, ...) one expert at a time.
 
     DeepSeek's loader knows no others. That of gpt-oss would copy the whole ones past the layerwise reload, which would
     drop them.
@@ -131,12 +133,12 @@ def _one_by_one(weights: Iterable[NamedTensor], *, keeps_names: bool) -> Iterato
 
 
 @contextmanager
-def _rebuilt_kernels(experts: list[torch.nn.Module]) -> Iterator[None]:
+def _rebuilt_kernels(rebuilt: list[torch.nn.Module]) -> Iterator[None]:
     """Make vLLM arrange the reloaded experts anew on the CPU.
 
     vLLM 0.32 does that there only while it builds the kernel. Layers that are not reloaded keep theirs.
     """
-    methods = [_method(layer) for layer in experts] if current_platform.is_cpu() else []
+    methods = [_method(layer) for layer in rebuilt] if current_platform.is_cpu() else []
     kernels = [method.moe_kernel for method in methods]
     for method in methods:
         method.moe_kernel = None
