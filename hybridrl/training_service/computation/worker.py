@@ -6,6 +6,7 @@ directories. Neither knows sessions, sequence numbers or keys.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,10 @@ class TrainingServiceWorker(Worker):
         device = init_worker_process(device=self.settings.device, num_threads=self.settings.num_threads)
         settings = self.settings
         self._engine: Any = make_engine(settings.strategy, self._engine_setup(device))
-        self._engine.setup()
+        try:
+            self._engine.setup()
+        except ConfigError as error:  # in the words of a run's settings
+            raise ConfigError(re.sub(r"(model\.)?lora_rank", "--max-rank", str(error))) from error
         table = {"fsdp": SlotTable, "megatron": MegatronSlotTable}[settings.strategy]
         self._slots = table(self._engine, max_rank=settings.max_rank)
         config = overridden_config(settings.path, {}, trust_remote_code=settings.trust_remote_code)
