@@ -14,8 +14,9 @@ from tests.support.soak.slope import Slope, fit_slope, median_step_s, steps_per_
 
 MIB = 1024**2
 TENTH = 0.1
-WARM_UP_S = 60.0  # of every process, in which it loads its model and fills its caches
-WARM_UP_SHARE = 0.1  # of the soak: the limit of the above
+WARM_UP_S = 60.0  # of every process at least, in which it loads its model
+MAX_WARM_UP = 0.1  # of the soak: the limit of the above
+WARM_UP_SHARE = 0.5  # of a process's life at least: its caches fill and level off, whereas a leak goes on
 WARM_UP_STEPS = 10  # of the run, which completes none while a process imports
 MIN_SHARE = 0.1  # of the soak: a kind of process that was seen for less has no verdict
 SLOWER = 1.25  # CPU time of a step in the last tenth, relative to the first: more is a verdict of its own
@@ -132,22 +133,33 @@ def series_of(samples: Sequence[Mapping[str, Any]], value: Callable[[Usage], flo
 
 
 def settled(samples: Sequence[Mapping[str, Any]], *, warm_up_s: float) -> list[dict[str, Any]]:
-    """Return the samples from the first step on, without processes that have just started.
+    """Return the samples from the first step on, each without the processes that are warming up.
 
-    A process counts from `warm_up_s` and `WARM_UP_STEPS` steps after its first sample: on a busy machine, imports alone
-    take minutes, and no step completes before they have ended.
+    A process counts in the second half of its life, from `warm_up_s` and `WARM_UP_STEPS` steps after its first sample:
+    on a busy machine, imports alone take minutes, and no step completes before they have ended.
     """
     first: dict[tuple[str, int, int], tuple[float, int]] = {}
+    last: dict[tuple[str, int, int], float] = {}
+    for sample in samples:
+        for usage in sample["usages"]:
+            first.setdefault(_incarnation(usage), (sample["at"], sample["step"]))
+            last[_incarnation(usage)] = sample["at"]
+    warm_at = {key: at + max(warm_up_s, WARM_UP_SHARE * (last[key] - at)) for key, (at, _) in first.items()}
     found = []
     for sample in samples:
+        if not sample["step"]:
+            continue
         usages = []
         for usage in sample["usages"]:
-            at, step = first.setdefault((usage.kind, usage.pid, usage.started), (sample["at"], sample["step"]))
-            if sample["at"] >= at + warm_up_s and sample["step"] >= step + WARM_UP_STEPS:
+            key = _incarnation(usage)
+            if sample["at"] >= warm_at[key] and sample["step"] >= first[key][1] + WARM_UP_STEPS:
                 usages.append(usage)
-        if sample["step"]:
-            found.append({**sample, "usages": usages})
+        found.append({**sample, "usages": usages})
     return found
+
+
+def _incarnation(usage: Usage) -> tuple[str, int, int]:
+    return usage.kind, usage.pid, usage.started
 
 
 def make_rows(samples: Sequence[Mapping[str, Any]], *, seconds: float) -> list[Row]:
@@ -157,9 +169,9 @@ def make_rows(samples: Sequence[Mapping[str, Any]], *, seconds: float) -> list[R
         samples: From `read_samples`.
         seconds: Duration of the soak.
     """
-    warm_up_s = min(WARM_UP_S, WARM_UP_SHARE * seconds)
+    warm_up_s = min(WARM_UP_S, MAX_WARM_UP * seconds)
     late = [sample for sample in samples if sample["step"] >= WARM_UP_STEPS]
-    late = [sample for sample in late if sample["at"] >= late[0]["at"] + warm_up_s]
+    late = [sample for sample in late if sample["at"] >= late[0]["at"] + WARM_UP_SHARE * seconds]
     rows = []
     for name, unit, bound, of_sample in OF_THE_RUN:
         slope = fit_slope([([sample["at"] for sample in late], [of_sample(sample) for sample in late])])

@@ -43,6 +43,7 @@ HARMS = {  # process of a run -> what is done to it, and how often relative to t
     ("snapshot store", "kill"): 1,
     ("reward process", "kill"): 1,
 }
+LONG_LIVED = ("driver", "master", "snapshot store")  # not harmed in the second half, so that each lives for long
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,9 @@ class Stage:
         is_due = self._now() >= max(self._next_fault, self.result.reached[0] + self.scene.fault_every_s)
         if not is_due or self._resume_at or len(self.result.reached) <= self._step_at_fault:
             return
-        process, how = self._chance.choices(list(HARMS), list(HARMS.values()))[0]
+        is_late = self._now() >= self.result.reached[0] + self.scene.seconds / 2
+        harms = {harm: often for harm, often in HARMS.items() if not (is_late and harm[0] in LONG_LIVED)}
+        process, how = self._chance.choices(list(harms), list(harms.values()))[0]
         found = classify(self._program, descendants(os.getpid())).get(process, [])
         if not found:
             return  # it is being restarted; another one is drawn at the next poll

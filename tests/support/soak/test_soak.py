@@ -3,6 +3,7 @@
 `make soak HOURS=1` runs one; `tests/support/soak` says what it is.
 """
 
+import math
 import mmap
 import os
 import threading
@@ -139,6 +140,16 @@ def test_what_a_process_needs_to_start_is_no_growth():
         starting = replace(worker, memory=int(age / 60 * 500 * MIB)) if age < 60 else worker
         sample["usages"] = [starting, raylet]
     assert make_report(RESULT, samples).problems == []
+
+
+def test_caches_that_fill_and_level_off_are_no_growth_and_a_leak_behind_them_is():
+    for leak_per_hour, problems in ((0.0, []), (100.0, ["GROWS: memory of raylet", "GROWS: memory of all processes"])):
+        samples = samples_of(0.0)
+        for sample in samples:
+            worker, raylet = sample["usages"]
+            filled = 200 * (1 - math.exp(-sample["at"] / 300)) + leak_per_hour * sample["at"] / 3600
+            sample["usages"] = [worker, replace(raylet, memory=raylet.memory + int(filled * MIB))]
+        assert sorted(make_report(RESULT, samples).problems) == sorted(problems)
 
 
 def test_what_is_measured_before_the_first_step_does_not_count():
