@@ -82,17 +82,23 @@ class HeldCluster:
             os.environ.update(self._address["environment"] | {"RAY_ADDRESS": self._address["cluster"]})
 
     def stop(self) -> None:
-        """Stop the cluster and wait until its process has ended; kill that after `STOP_TIMEOUT_S`."""
+        """Stop the cluster and wait until its process has ended; kill that after `STOP_TIMEOUT_S`.
+
+        A holder that was killed leaves its process group: Ray's agents would look for their cluster for a minute.
+        """
         if self._pid is None or self._holder is None:
             return
         self._holder.close()
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+        while not self.has_exited():
             if time.monotonic() > deadline:
                 logger.warning("Ray did not stop within %g s; killing the process that holds it", STOP_TIMEOUT_S)
                 os.kill(self._pid, signal.SIGKILL)
                 deadline = math.inf
             time.sleep(STOP_POLL_PERIOD_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)  # before its id is free
+        os.waitpid(self._pid, 0)
         self._pid = self._holder = self._address = None
 
     def detach(self) -> None:
@@ -110,6 +116,7 @@ class HeldCluster:
             ours.close()
             for descriptor in close_fds:
                 os.close(descriptor)
+            os.setpgid(0, 0)
             hold_cluster(self._start, theirs, mask=self._mask, ignored=self._ignored)
         theirs.close()
         ours.setblocking(False)

@@ -96,6 +96,15 @@ def test_a_holder_whose_parent_ends_before_the_answer_leaves_no_cluster(tmp_path
         wait_until_gone(pid)
 
 
+def test_what_a_killed_holder_leaves_ends_with_the_stop_of_its_cluster(tmp_path):
+    command = [sys.executable, "-m", "tests.support.driver.held_cluster", str(tmp_path), "30", "killed"]
+    program = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert program.returncode == 0
+    raylet, worker = map(int, program.stdout.split())
+    for pid in (raylet, worker):  # by themselves they would run for two minutes
+        wait_until_gone(pid, within_s=5.0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("how", "number"), [("program", "SIGSTOP"), ("submit", "SIGKILL")])
