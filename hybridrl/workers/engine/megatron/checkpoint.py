@@ -70,7 +70,8 @@ def _write_rank_files(directory: str) -> None:
     torch.save(get_random_state(), random_path)
     shared = [os.path.join(directory, name) for name in ("common.pt", "metadata.json")] if dist.get_rank() == 0 else []
     for path in [random_path, *shared]:
-        fsync_path(path)
+        if os.path.exists(path):  # from 0.19 on, megatron-core keeps among the shards what was in common.pt
+            fsync_path(path)
 
 
 def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOptimizer | None) -> int:
