@@ -126,7 +126,7 @@ def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
 
     Args:
         config: Settings.
-        with_inputs: Also require that data and models exist.
+        with_inputs: Also require that data, models and packages are on this machine.
     """
     load_plugins(config)
     chosen, data = config.actor_rollout_ref.rollout, config.data
@@ -142,9 +142,10 @@ def validate_config(config: PPOConfig, *, with_inputs: bool = True) -> None:
         own_agg_modes=algos.OWN_AGG_MODES,
         rollout=rollout_cls.capabilities,
         transport=None if sync.by_placement else weight_transfer.transport_capabilities(sync.transport),
-        plug_problems=rollout_cls.setting_problems(
-            chosen, max_length=data.max_prompt_length + data.max_response_length
-        ),
+        plug_problems=[
+            *rollout_cls.setting_problems(chosen, max_length=data.max_prompt_length + data.max_response_length),
+            *(rollout_cls.package_problems() if with_inputs else ()),
+        ],
         with_inputs=with_inputs,
     )
     _check_own_loss(config)

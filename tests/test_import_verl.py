@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+import sys
 import time
 
 import pytest
@@ -154,6 +155,22 @@ def test_a_logger_that_the_reading_machine_lacks_is_no_refusal(monkeypatch):
     imported = imported_command([*words, "actor_rollout_ref.rollout.n=2"])
     assert not imported.problems and "trainer.logger=[console,mlflow]" in imported.words
     with pytest.raises(ConfigError, match="trainer.logger=mlflow: a_package_that_nobody_has is not installed"):
+        main_ppo.validate_config(load_config(PPOConfig, imported.words, program="p", config_name=main_ppo.PRESET))
+
+
+@pytest.mark.parametrize(
+    ("package", "setting", "said"),
+    [
+        ("vllm", "actor_rollout_ref.rollout.name=vllm", "rollout.name=vllm: vLLM is not installed"),
+        ("megatron", "model_engine=megatron", "strategy=megatron: megatron-core is not installed"),
+    ],
+)
+def test_an_engine_that_the_reading_machine_lacks_is_no_refusal(monkeypatch, package, setting, said):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    words = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.n=2", setting]
+    imported = imported_command(words)
+    assert not imported.problems
+    with pytest.raises(ConfigError, match=said):
         main_ppo.validate_config(load_config(PPOConfig, imported.words, program="p", config_name=main_ppo.PRESET))
 
 

@@ -6,7 +6,6 @@ it creates process groups. Imports no torch.
 
 import json
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.build import Problems
@@ -31,7 +30,6 @@ SUPPORTED_VALUES = {
 def policy_problems(config: PPOConfig) -> Problems:
     """Yield what is wrong with Megatron as the engine of a PPO job."""
     layout, trainer, key = config.actor_rollout_ref.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron"
-    yield from _installation_problems(prefix="actor_rollout_ref.actor.")
     yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key=key)
     policy = config.actor_rollout_ref.model
     yield from _model_problems(policy, layout, key=key, model_key="actor_rollout_ref.model")
@@ -49,17 +47,8 @@ def policy_problems(config: PPOConfig) -> Problems:
 def supervised_problems(config: SupervisedConfig) -> Problems:
     """Yield what is wrong with Megatron as the engine of a program that trains one model on fixed data."""
     layout, trainer = config.megatron, config.trainer
-    yield from _installation_problems(prefix="")
     yield from layout_problems(layout, world_size=trainer.nnodes * trainer.n_gpus_per_node, key="megatron")
     yield from _model_problems(config.model, layout, key="megatron", model_key="model")
-
-
-def _installation_problems(*, prefix: str) -> Problems:
-    if find_spec("megatron") is None:
-        yield (
-            f"{prefix}strategy=megatron: megatron-core is not installed; in the checkout: "
-            "pip install -e '.[megatron]', or use fsdp"
-        )
 
 
 def _model_problems(model: ModelConfig, layout: MegatronConfig, *, key: str, model_key: str) -> Problems:

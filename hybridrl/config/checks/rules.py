@@ -100,7 +100,7 @@ def check_config(
         rollout: What the chosen rollout declares.
         transport: What the chosen transport declares; None if hybridrl chooses it.
         plug_problems: What the chosen rollout refuses itself.
-        with_inputs: Whether data, models and loggers must be on this machine; False to inspect a job only.
+        with_inputs: Whether data, models and packages must be on this machine; False to inspect a job only.
     """
     rules = PPO_RULES if with_inputs else [rule for rule in PPO_RULES if rule not in OF_THIS_MACHINE]
     problems = [message for rule in rules for message in rule(config)]
@@ -272,12 +272,17 @@ def record_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     yield from import_problems(TRACKERS, trainer.logger)
 
 
-def logger_package_problems(config: PPOConfig | SupervisedConfig) -> Problems:
-    """Yield loggers whose package this machine lacks."""
+def package_problems(config: PPOConfig | SupervisedConfig) -> Problems:
+    """Yield loggers and engines whose package this machine lacks."""
     for logger in config.trainer.logger:
         package = LOGGER_PACKAGES.get(logger)
         if package and find_spec(package) is None:
             yield f"trainer.logger={logger}: {package} is not installed; in the checkout: pip install -e '.[{package}]'"
+    engine = config.actor_rollout_ref.actor if isinstance(config, PPOConfig) else config
+    if engine.strategy == "megatron" and find_spec("megatron") is None:
+        key = "actor_rollout_ref.actor.strategy" if isinstance(config, PPOConfig) else "strategy"
+        install = "pip install -e '.[megatron]'"
+        yield f"{key}=megatron: megatron-core is not installed; in the checkout: {install}, or use fsdp"
 
 
 def _run_name_problems(trainer: TrainerConfig) -> Problems:
@@ -312,10 +317,10 @@ PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     validation_problems,
     record_problems,
     parity_problems,
-    logger_package_problems,
+    package_problems,
     estimator_setting_problems,
 )
-OF_THIS_MACHINE = (data_file_problems, model_path_problems, logger_package_problems)
+OF_THIS_MACHINE = (data_file_problems, model_path_problems, package_problems)
 ADAPTERS: Feature = (ADAPTER_SETTINGS, lambda config: checks.adapter_problems(config))
 FEATURES: tuple[Feature, ...] = (
     ADAPTERS,
@@ -336,6 +341,6 @@ SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Problems], ...] = (
     world_size_problems,
     validation_problems,
     record_problems,
-    logger_package_problems,
+    package_problems,
     ppo_only_problems,
 )

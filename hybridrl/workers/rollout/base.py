@@ -171,6 +171,11 @@ class Rollout(ABC):
         """
         return ()
 
+    @classmethod
+    def package_problems(cls) -> Iterable[str]:
+        """Return which package of this engine the machine lacks; called before a start, not to inspect a job."""
+        return ()
+
     @abstractmethod
     def generate_tokens(
         self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0

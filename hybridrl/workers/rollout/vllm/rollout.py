@@ -73,11 +73,6 @@ class VLLMRollout(VersionedRollout):
 
     @classmethod
     def setting_problems(cls, settings: RolloutConfig, *, max_length: int) -> Iterator[str]:
-        if find_spec("vllm") is None:
-            yield (
-                f"{ROLLOUT_KEY}.name=vllm: vLLM is not installed; in the checkout: pip install -e '.[vllm]' (CUDA), or "
-                "use hf"
-            )
         yield from argument_problems(settings.engine_kwargs)
         yield from _routing_problems(settings)
         if not settings.enable_chunked_prefill and settings.max_num_batched_tokens < max_length:
@@ -85,6 +80,14 @@ class VLLMRollout(VersionedRollout):
                 f"{ROLLOUT_KEY}.max_num_batched_tokens={settings.max_num_batched_tokens}: without "
                 f"{ROLLOUT_KEY}.enable_chunked_prefill a step must hold "
                 f"data.max_prompt_length + data.max_response_length = {max_length} tokens; raise it"
+            )
+
+    @classmethod
+    def package_problems(cls) -> Iterator[str]:
+        if find_spec("vllm") is None:
+            yield (
+                f"{ROLLOUT_KEY}.name=vllm: vLLM is not installed; in the checkout: pip install -e '.[vllm]' (CUDA), or "
+                "use hf"
             )
 
     def request_engine(self) -> VLLMRequestEngine:
