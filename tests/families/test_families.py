@@ -1,9 +1,11 @@
 """Families of models through engine, rollout, push, export and resume, each against plain transformers in float32."""
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError
@@ -34,6 +36,9 @@ def test_a_push_a_rollout_an_export_and_a_resume_keep_the_model(family):
     assert row.resumes
 
 
+@pytest.mark.skipif(
+    Version(version("transformers")) >= Version("5.20"), reason="the page is that of set-up's transformers, below 5.20"
+)
 def test_the_page_has_the_words_that_the_command_prints():
     assert words(PAGE.read_text(encoding="utf-8")) == words(page()), "run python -m tests.families > docs/families.md"
 

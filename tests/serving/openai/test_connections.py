@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import functools
 import gzip
 import http.client
 import json
@@ -392,19 +391,19 @@ def test_compressed_bodies_are_refused_and_never_inflated(rollout, served, key):
         site.close()
 
 
-INNER = "{% if is_over() %}{% break %}{% endif %}{% for k in range(999) %}{% endfor %}"
-LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}" + INNER + "{% endfor %}"
-LOOP += "{% if is_over() %}{% break %}{% endif %}{% endfor %}"
-TEMPLATE = "{% for m in messages %}{% if m.content == 'loop' %}" + LOOP + "{% endif %}{{ m.content }}{% endfor %}"
-
-
 def test_a_chat_template_that_loops_fails_its_request_alone(rollout, served, monkeypatch):
     monkeypatch.setattr(server, "PARSE_TIMEOUT_S", 1.0)
     tokenizer = copy.deepcopy(served.tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    # A thread cannot be ended: without a word to stop, the loops would slow every later test of this process.
-    over = threading.Event()
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, is_over=over.is_set)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    apply_template, over = tokenizer.apply_chat_template, threading.Event()
+
+    def loop_or_apply(messages, **options):
+        # A thread cannot be ended, nor a loop in a template, which gets plain data only: later tests would be slow.
+        while messages[0]["content"] == "loop" and not over.is_set():
+            pass
+        return apply_template(messages, **options)
+
+    tokenizer.apply_chat_template = loop_or_apply
     site = Site(rollout, replace(served, tokenizer=tokenizer))
     try:
         for word, expected in (("loop", 503), ("loop", 503), ("loop", 503), ("a", 200)):

