@@ -98,7 +98,7 @@ class HeldCluster:
             time.sleep(STOP_POLL_PERIOD_S)
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)  # before its id is free
-        os.waitpid(self._pid, 0)
+        os.waitpid(self._pid, os.WNOHANG)
         self._pid = self._holder = self._address = None
 
     def detach(self) -> None:
