@@ -33,6 +33,10 @@ from hybridrl.trainer.step_record.replay import StepReplay
 
 ONE_PROCESS = dict(backend="local", master=False, device="cpu", nnodes=1, n_gpus_per_node=1, min_ranks=0)
 NO_OUTPUT = dict(logger=["console"], rollout_data_dir=None, validation_data_dir=None, page_port=None, trace=False)
+OF_CODE = (  # settings with a file or a module, whose name says nothing: `x.pyc` and `package` run, too
+    *("trust_remote_code", "external_lib", "algorithm.path", "custom_reward_function.path", "custom_cls.path"),
+    *("class_path", "agent.path", "function_tool_path", "interaction_config_path"),
+)
 NO_FREQUENCY = dict(save_freq=-1, test_freq=-1, val_before_train=False, eval_n_gpus=0, overlap=False)
 
 
@@ -155,7 +159,5 @@ def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _is_code(key: str, value: Any) -> bool:
     """Return whether a setting makes the replay run Python code that is not this library's."""
-    if key.endswith("trust_remote_code"):
-        return bool(value)
-    is_module = key.endswith("external_lib") and bool(value)
-    return is_module or (isinstance(value, str) and (value.endswith(".py") or ".py:" in value or is_import_path(value)))
+    is_path = isinstance(value, str) and (value.endswith(".py") or ".py:" in value or is_import_path(value))
+    return is_path or (key.endswith(OF_CODE) and bool(value))

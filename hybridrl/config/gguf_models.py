@@ -187,8 +187,15 @@ def _write(file: Path, folder: Path) -> None:
     import transformers
     from gguf import GGUFReader
 
+    class BoundedReader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) < count:  # without it a list of 2**60 entries in a file of 60 bytes is read for ever
+                raise ValueError(f"it ends before byte {offset}")
+            return found
+
     try:
-        GGUFReader(file)
+        BoundedReader(file)
     except Exception as error:  # its code believes the file, so a damaged one may raise anything
         raise ConfigError(
             f"the GGUF file is damaged or cut off ({_one_line(error)}); copy or download it again"

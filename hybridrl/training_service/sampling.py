@@ -168,8 +168,10 @@ def _seed(body: Mapping[str, Any], request_id: str) -> int:
 def _targets(given: Any, num_prompt: int, vocabulary: int) -> np.ndarray | None:
     if given is None:
         return None
+    if isinstance(given, dict) and given.get("sparse_crow_indices") is not None:
+        raise DataError("target_prompt_logprobs is sparse; send a dense one")
     targets = wire.json_tensor(given, "target_prompt_logprobs")
-    if targets.ndim != 2 or len(targets) != num_prompt - 1 or given.get("sparse_crow_indices") is not None:
+    if targets.ndim != 2 or len(targets) != num_prompt - 1:
         raise DataError(
             f"target_prompt_logprobs has the shape {list(targets.shape)}; send a dense one of [{num_prompt - 1}, K]"
         )

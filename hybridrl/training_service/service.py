@@ -27,7 +27,7 @@ from hybridrl.training_service.computation.snapshot_sampler import BASE
 from hybridrl.training_service.computation.weight_files import read_description
 from hybridrl.training_service.executor import JobExecutor
 from hybridrl.training_service.operations import ModelLane
-from hybridrl.training_service.sampling import SampleLane, SampleOperation, digest_of, read_sample
+from hybridrl.training_service.sampling import MAX_SAMPLES, SampleLane, SampleOperation, digest_of, read_sample
 from hybridrl.training_service.state.ledger import Conflict, StoredAnswer, failure
 from hybridrl.training_service.state.records import ClientSession, Sampler, TrainedModel, write_model_file
 from hybridrl.training_service.state.session_table import Gone, SessionTable
@@ -41,6 +41,8 @@ MAX_MODELS = 256  # of a tenant in open sessions; `max_models` of them are in me
 MAX_SAMPLERS = 4096  # of a session
 MAX_SAMPLE_ANSWERS = 16384  # of a sampling session that can be fetched
 MAX_NUMBER = 10**9
+MAX_DESCRIPTION_BYTES = 1 << 16  # of a session or a model: it stays in memory
+MAX_WAITING_BYTES = 256 << 20  # of a tenant's operations that wait
 
 
 class Busy(HybridRLError):
@@ -122,6 +124,7 @@ class TrainingService:
 
     def create_session(self, tenant: Tenant, body: Mapping[str, Any]) -> str:
         """Return the id of a new session."""
+        _description(body)
         with self._lock:
             if sum(not one.ended for one in self.table.of(tenant)) >= MAX_SESSIONS:
                 raise Busy(f"{MAX_SESSIONS} sessions of this key are open; finish some")
@@ -178,11 +181,12 @@ class TrainingService:
 
     def create_model(self, tenant: Tenant, kind: str, body: Mapping[str, Any]) -> str:
         """Make a model (`create_model`, or `load_weights` of a path), and return the id of the request."""
+        described = _description({**body, "session_id": None})
         with self._lock:
             session = self.table.find_open(tenant, body.get("session_id"))
             number = _number(body, "model_seq_id")
             model = session.models.get(number) or self._new_model(session, number, body)
-            model.ledger.accept(0, kind, _canonical({**body, "session_id": None}))
+            model.ledger.accept(0, kind, described)
             self._executor.notify()
             return f"{model.id}:0"
 
@@ -223,15 +227,16 @@ class TrainingService:
 
         Raises:
             Conflict: The number has another request.
-            Busy: The tenant has too many tokens in flight.
+            Busy: The tenant has too much in flight.
         """
         with self._lock:
             model = self.table.model(tenant, model_id)
             self.table.find_open(tenant, model.session_id)
             if type(seq_id) is not int or seq_id < 1:
                 raise DataError(f"seq_id={seq_id!r}: the operations of a model are numbered from 1")
-            if num_tokens and model.ledger.find(seq_id) is None:
-                self._require_room(tenant, num_tokens)
+            if model.ledger.find(seq_id) is None:
+                is_next = seq_id == model.ledger.done + 1  # others wait for it
+                self._require_room(tenant, num_tokens, num_bytes=0 if is_next else len(body))
             model.last_request = time.time()
             model.ledger.accept(seq_id, kind, body, num_tokens=num_tokens)
             if model.broken:
@@ -239,11 +244,15 @@ class TrainingService:
             self._executor.notify()
             return f"{model.id}:{seq_id}"
 
-    def _require_room(self, tenant: Tenant, num_tokens: int) -> None:
+    def _require_room(self, tenant: Tenant, num_tokens: int, *, num_bytes: int = 0) -> None:
         lanes = [lane for (owner, *_), lane in self._sample_lanes.items() if owner == tenant.name]
-        in_flight = sum(model.tokens_in_flight for one in self.table.of(tenant) for model in one.models.values())
+        models = [model for one in self.table.of(tenant) if not one.ended for model in one.models.values()]
+        waiting = [operation for model in models for operation in model.ledger.waiting()]
+        if num_bytes and sum(len(operation.body) for operation in waiting) + num_bytes > MAX_WAITING_BYTES:
+            raise Busy(f"the requests that wait have {MAX_WAITING_BYTES >> 20} MB; try again")
+        in_flight = sum(operation.num_tokens for operation in waiting)
         in_flight += sum(operation.num_tokens for lane in lanes for operation in lane.waiting)
-        if in_flight and in_flight + num_tokens > tenant.max_tokens_in_flight:
+        if num_tokens and in_flight and in_flight + num_tokens > tenant.max_tokens_in_flight:
             raise Busy(f"{in_flight} tokens are in flight, of {tenant.max_tokens_in_flight} for this key; try again")
 
     def submit_json(self, tenant: Tenant, kind: str, body: Mapping[str, Any]) -> str:
@@ -296,7 +305,8 @@ class TrainingService:
                 if len(sampler.answers) > MAX_SAMPLE_ANSWERS:
                     del sampler.answers[next(iter(sampler.answers))]
             num = body.get("num_samples", 1)
-            return request_id, [f"{request_id}:{number}" for number in range(num if type(num) is int else 0)]
+            num = min(num, MAX_SAMPLES) if type(num) is int else 0
+            return request_id, [f"{request_id}:{number}" for number in range(num)]
 
     def _start_sampling(self, sampler: Sampler, body: Mapping[str, Any], request_id: str) -> "Future[StoredAnswer]":
         limits = {"vocabulary": self._computation.vocabulary, "max_length": self.settings.max_length}
@@ -413,6 +423,13 @@ def _number(body: Mapping[str, Any], name: str, *, limit: int = MAX_NUMBER) -> i
     if type(number) is not int or not 0 <= number < limit:
         raise DataError(f"{name}={number!r}: must be a whole number from 0")
     return number
+
+
+def _description(body: Mapping[str, Any]) -> bytes:
+    """Return what a client says of a session or a model. Raises DataError if it is too large to be kept."""
+    if len(described := _canonical(body)) > MAX_DESCRIPTION_BYTES:
+        raise DataError(f"the body has {len(described)} bytes, of {MAX_DESCRIPTION_BYTES}; send less user_metadata")
+    return described
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:

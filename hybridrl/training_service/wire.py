@@ -7,6 +7,7 @@ Shapes: N tokens of a datum, K targets of a position.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from hybridrl.training_service.messages import BFLOAT16, FLOAT32, INT32, INT64, 
 
 PROTOBUF = "application/x-protobuf"
 NO_TOKEN, NO_LOG_PROB = 0, -99999.0  # an empty cell of a top-k table
+MAX_VALUES = 1 << 26  # of all tensors of a pass: a sparse one, and rows that are filled up, take more than was sent
 
 NUMPY_TYPES: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32, BFLOAT16: np.uint16}
 JSON_TYPES: dict[str, Any] = {"float32": np.float32, "int64": np.int64}
@@ -92,8 +94,15 @@ def read_pass(body: bytes) -> Pass:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    _check_sizes(tensor.shape for one in message.data for tensor in one.loss_fn_inputs.values())
     data = [_datum(one, number) for number, one in enumerate(message.data)]
     return Pass(message.model_id, message.seq_id, data, message.loss_fn, config, message.forward_only)
+
+
+def _check_sizes(shapes: Iterable[Sequence[int]]) -> None:
+    """Raise DataError if tensors of these shapes have more than `MAX_VALUES` values."""
+    if (size := sum(abs(math.prod(shape)) for shape in shapes)) > MAX_VALUES:
+        raise DataError(f"the tensors of the pass have {size} values, of {MAX_VALUES}; send the data in several passes")
 
 
 def _datum(message: Any, number: int) -> Datum:
@@ -141,7 +150,7 @@ def _shaped(values: np.ndarray, shape: list[int], what: str) -> np.ndarray:
 def from_csr(crow: np.ndarray, col: np.ndarray, values: np.ndarray, *, shape: list[int], what: str) -> np.ndarray:
     """Return a matrix in compressed rows as a dense one. Raises DataError if its parts do not fit."""
     counts = np.diff(crow)
-    fits = len(shape) == 2 and len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(col) == len(values)
+    fits = len(shape) == 2 and 0 < len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(col) == len(values)
     if not fits or (counts < 0).any() or (len(col) and not 0 <= col.min() <= col.max() < shape[1]):
         raise DataError(f"{what} is no matrix of shape {shape} in compressed rows")
     dense = np.zeros(shape, values.dtype)
@@ -177,12 +186,13 @@ def pass_of_json(body: Mapping[str, Any], *, forward_only: bool) -> bytes:
     SDKs before 0.25 send it so.
     """
     given = body["forward_input" if forward_only else "forward_backward_input"]
+    _check_sizes(one.get("shape") or () for datum in given["data"] for one in datum["loss_fn_inputs"].values())
     data = []
     for number, datum in enumerate(given["data"]):
         tokens = prompt_tokens(datum["model_input"])
         named = datum["loss_fn_inputs"].items()
         inputs = {name: _json_tensor(value, f"data[{number}].loss_fn_inputs[{name!r}]") for name, value in named}
-        data.append(Datum(np.array(tokens, np.int64), inputs))
+        data.append(Datum(np.array(tokens, np.int32), inputs))
     config = given.get("loss_fn_config") or {}
     return pass_message(Pass(body["model_id"], body["seq_id"], data, given["loss_fn"], config, forward_only))
 

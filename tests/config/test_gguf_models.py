@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -159,6 +160,13 @@ def test_a_file_that_was_cut_off_is_refused(file, tmp_path, share):
     content = file.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
     assert "the GGUF file is damaged or cut off" in refusal(path)
+
+
+def test_a_list_that_is_longer_than_the_file_is_refused_and_not_read_for_ever(tmp_path):
+    path = tmp_path / "long.gguf"
+    list_of_numbers = struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 2**60)  # key, "is a list of uint32", length
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + list_of_numbers)
+    assert "the GGUF file is damaged or cut off (ValueError: it ends before byte 49)" in refusal(path)
 
 
 def test_an_architecture_that_transformers_does_not_have_is_refused(tmp_path, tokenizer):

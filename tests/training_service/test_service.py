@@ -8,7 +8,7 @@ import pytest
 from hybridrl.training_service import wire
 from hybridrl.training_service.client import OperationFailed, ServiceClient, datum
 from hybridrl.training_service.service import Busy
-from hybridrl.training_service.state.ledger import Conflict
+from hybridrl.training_service.state.ledger import Conflict, has_failed
 from hybridrl.training_service.state.session_table import Gone
 from hybridrl.training_service.state.store import NotFound
 from hybridrl.training_service.state.tenants import EVERYBODY, Tenant, Tenants
@@ -306,6 +306,25 @@ def test_an_operation_that_fails_says_whose_mistake_it_is_and_the_next_one_runs(
     with pytest.raises(OperationFailed, match="momentum"):
         model.optim_step(momentum=0.9)
     assert model.optim_step()["metrics"]["grad_norm:mean"] == 0.0  # none of them left a gradient
+
+
+def test_waiting_requests_have_a_limit_of_memory_which_the_end_of_their_session_frees(service, monkeypatch):
+    monkeypatch.setattr("hybridrl.training_service.service.MAX_WAITING_BYTES", 1000)
+    client = ServiceClient(service)
+    model = client.create_model(rank=4)
+    ledger, options = service._lanes[model.id].model.ledger, {"adam_params": {}, "more": "x" * 600}
+
+    def send(seq_id):
+        service.submit_json(EVERYBODY, "optim_step", {"model_id": model.id, "seq_id": seq_id, **options})
+
+    send(3)
+    with pytest.raises(Busy, match="requests that wait"):
+        send(4)
+    waiting = ledger.find(3)
+    service.finish(EVERYBODY, client.session_id, "finished")
+    assert has_failed(waiting.answer.result(60)) and waiting.body == b""
+    send_next = ServiceClient(service).create_model(rank=4)  # what has ended is not counted
+    assert send_next.optim_step()["metrics"]["grad_norm:mean"] == 0.0
 
 
 def test_models_that_cannot_be_made_are_refused_in_their_answer(service):

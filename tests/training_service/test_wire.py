@@ -5,7 +5,7 @@ import pytest
 
 from hybridrl.errors import DataError
 from hybridrl.training_service import wire
-from hybridrl.training_service.messages import messages
+from hybridrl.training_service.messages import FLOAT32, messages
 from hybridrl.training_service.wire import Datum, Pass, Sampled
 
 
@@ -68,6 +68,21 @@ def test_a_matrix_in_compressed_rows_becomes_a_dense_one():
 def test_a_matrix_whose_parts_do_not_fit_is_refused(crow):
     with pytest.raises(DataError, match="no matrix of shape"):
         wire.from_csr(np.array(crow), np.array([2, 0]), np.array([5.0, 7.0]), shape=[3, 3], what="weights")
+
+
+@pytest.mark.parametrize("shape", [[1, 2**29], [-1, 2**29]])
+def test_a_sparse_tensor_that_is_large_when_dense_is_refused_before_it_is_made(shape):
+    message = wire.read_message("ForwardBackwardRequest", wire.pass_message(a_pass()))
+    sparse = message.data[0].loss_fn_inputs["weights"]
+    sparse.dtype, sparse.shape[:] = FLOAT32, shape
+    sparse.sparse_csr.crow_indices = np.array([0, 0]).tobytes()
+    with pytest.raises(DataError, match="tensors of the pass have 5368709"):
+        wire.read_pass(message.SerializeToString())
+    tensor = {"data": [], "dtype": "float32", "shape": shape, "sparse_crow_indices": [0, 0], "sparse_col_indices": []}
+    datum = {"model_input": {"chunks": []}, "loss_fn_inputs": {"weights": tensor}}
+    body = {"model_id": "m", "seq_id": 1, "forward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+    with pytest.raises(DataError, match="tensors of the pass have 536870912"):
+        wire.pass_of_json(body, forward_only=True)
 
 
 def test_a_body_that_is_no_message_is_refused():

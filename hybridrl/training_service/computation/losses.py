@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hybridrl.errors import DataError
-from hybridrl.training_service.wire import Datum, Pass
+from hybridrl.training_service.wire import MAX_VALUES, Datum, Pass
 
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # of the ratio itself
 TARGETS = "target_tokens"
@@ -128,6 +128,13 @@ def check_data(request: Pass, *, vocabulary: int, max_length: int) -> None:
         raise DataError("data is empty; send at least one datum")
     for number, datum in enumerate(request.data):
         _check_datum(datum, f"data[{number}]", request.loss_fn, vocabulary=vocabulary, max_length=max_length)
+    longest, shapes = max(len(datum.tokens) for datum in request.data), [d.inputs[TARGETS].shape for d in request.data]
+    num_targets = max(shape[1] if len(shape) == 2 else 1 for shape in shapes)
+    if (size := len(request.data) * longest * num_targets) > MAX_VALUES:
+        raise DataError(
+            f"data has {len(request.data)} sequences of up to {longest} tokens with {num_targets} targets each: filled "
+            f"up, they have {size} values, of {MAX_VALUES}; send sequences of one length together, in several passes"
+        )
 
 
 def _check_datum(datum: Datum, what: str, loss_fn: str, *, vocabulary: int, max_length: int) -> None:

@@ -31,8 +31,11 @@ OPEN_PATHS = (f"{API}/healthz",)
 LONG_POLL_S = 20.0  # the SDK waits 45 s for an answer
 SWEEP_PERIOD_S = 5.0  # between two looks for sessions whose clients are silent
 RETRY_AFTER_S = 1
+MAX_DEPTH = 32  # of JSON: what is stored must be readable when the server starts again
+MAX_REASON = 200  # characters of why a session ends, which the log has
 SHUTDOWN_TIMEOUT_S = 2.0
 STATUS = ((NotFound, 404), (Gone, 410), (Conflict, 409), (Busy, 429), (DataError, 400), (ConfigError, 400))
+MISTAKES = (LookupError, TypeError, ValueError, AttributeError, OverflowError)  # what a body of another form raises
 OPERATIONS = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
 AS_JSON = {
     "ForwardBackward": wire.json_pass_output,
@@ -235,7 +238,8 @@ class TrainingEndpoint:
     async def _finish(self, request: web.Request) -> web.Response:
         body = await self._body(request)
         reason = (body.get("reason") or {}).get("type") or "finished"
-        await asyncio.to_thread(self.service.finish, self._tenant(request), request.match_info["id"], str(reason))
+        text = " ".join(str(reason).split())[:MAX_REASON]
+        await asyncio.to_thread(self.service.finish, self._tenant(request), request.match_info["id"], text)
         return web.Response(status=204)
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -296,13 +300,19 @@ def _object(raw: bytes) -> Mapping[str, Any]:
         raise DataError(f"the body is no JSON ({error})") from error
     if not isinstance(body, dict):
         raise DataError(f"the body is a {type(body).__name__}; send an object")
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        inner = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
+        level = [value for value in inner if isinstance(value, dict | list)]
+    if level:
+        raise DataError(f"the body is nested more than {MAX_DEPTH} deep")
     return body
 
 
 def _status_of(error: Exception) -> int:
     if isinstance(error, RequestError):
         return error.status
-    if isinstance(error, KeyError | TypeError | ValueError | AttributeError) and not isinstance(error, HybridRLError):
+    if isinstance(error, MISTAKES) and not isinstance(error, HybridRLError):
         return 400
     return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
 

@@ -143,6 +143,11 @@ class Ledger:
         """Yield the operations that have not run, by number."""
         return (self._known[seq_id] for seq_id in sorted(self._known) if seq_id > self.done)
 
+    def drop_bodies(self) -> None:
+        """Free the requests of a model that runs nothing more."""
+        for operation in self._known.values():
+            operation.body = b""
+
     def find(self, seq_id: int) -> Operation | None:
         """Return an operation whose answer is awaited or can still be fetched."""
         return self._known.get(seq_id)

@@ -50,15 +50,12 @@ class TrainedModel:
     losses: list[float] = field(default_factory=list)
     last_step_at: float = field(default_factory=time.time)
 
-    @property
-    def tokens_in_flight(self) -> int:
-        return sum(operation.num_tokens for operation in self.ledger.waiting())
-
     def end(self, reason: str) -> None:
         """Answer operations that will not run."""
         for operation in self.ledger.waiting():
             if not operation.answer.done():
                 operation.answer.set_result(failure(DataError(reason)))
+        self.ledger.drop_bodies()
 
 
 @dataclass

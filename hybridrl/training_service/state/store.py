@@ -101,6 +101,8 @@ class Store:
 
     def listed(self, *, owner: str, model_id: str | None = None) -> Iterator[tuple[str, Path, Entry]]:
         """Yield path, directory and entry of a tenant's named weights, newest first."""
+        if model_id is not None and not MODEL_ID.fullmatch(model_id):
+            return  # a pattern, or a path, would read the file system
         pattern = f"{model_id or '*'}/*/*"
         found = []
         for place in (self.root / "weights").glob(pattern):

@@ -128,6 +128,14 @@ def test_an_input_that_the_loss_reads_must_be_there():
         check_data(request, vocabulary=64, max_length=8)
 
 
+def test_short_sequences_beside_a_long_one_are_refused_if_filling_them_up_takes_too_much(monkeypatch):
+    monkeypatch.setattr("hybridrl.training_service.computation.losses.MAX_VALUES", 40)
+    data = [Datum(np.full(n, 4), {"target_tokens": np.full((n, 2), 5)}) for n in (7, 1, 1)]
+    with pytest.raises(DataError, match="3 sequences of up to 7 tokens with 2 targets each.*42 values, of 40"):
+        check_data(Pass("m", 1, data, "cross_entropy"), vocabulary=64, max_length=8)
+    check_data(Pass("m", 1, data[:2], "cross_entropy"), vocabulary=64, max_length=8)
+
+
 def test_a_pass_without_data_is_refused():
     with pytest.raises(DataError, match="data is empty"):
         check_data(Pass("m", 1, [], "ppo"), vocabulary=64, max_length=8)

@@ -9,6 +9,7 @@ import pytest
 from hybridrl.errors import ConfigError
 from hybridrl.training_service import wire
 from hybridrl.training_service.http.routes import TrainingEndpoint
+from hybridrl.training_service.state.store import Entry, write_entry
 from hybridrl.training_service.state.tenants import Tenant, Tenants
 from hybridrl.training_service.wire import Pass
 from tests.training_service.conftest import make_service, sequence
@@ -68,6 +69,8 @@ def test_web_pages_of_other_origins_get_no_answer(call):
         ({"data": b"{"}, 400, "no JSON"),
         ({"data": b"[1]"}, 400, "send an object"),
         ({"data": b"[" * 100_000}, 400, "no JSON"),
+        ({"data": b'{"user_metadata": ' + b"[" * 900 + b"]" * 900 + b"}"}, 400, "nested more than 32 deep"),
+        ({"json": {"user_metadata": {"a": "x" * 70_000}}}, 400, "send less user_metadata"),
         ({"data": b"x" * (17 << 20)}, 413, "more than 16 MB"),
         ({"data": b"x", "headers": {"X-API-Key": ALICE, "Content-Length": str(1 << 30)}}, 413, "more than 16 MB"),
         ({"data": b"x", "headers": {"X-API-Key": ALICE, "Content-Encoding": "zstd"}}, 415, "Content-Encoding"),
@@ -77,6 +80,38 @@ def test_web_pages_of_other_origins_get_no_answer(call):
 def test_bodies_that_cannot_be_used_are_refused(call, options, status, words):
     [(found, body)] = call(("POST", "create_model", options))
     assert found == status and words in body["detail"]
+
+
+def test_numbers_that_no_tensor_holds_are_the_clients_mistake_and_a_million_samples_have_no_million_names(call):
+    [(_, session)] = call(post("create_session", {}))
+    sampler = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "tiny"}
+    prompt = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_session_id": f"{session['session_id']}:sample:0"}
+    datum = {"model_input": {"chunks": [{"tokens": [5, 2**32]}]}, "loss_fn_inputs": {}}
+    given = {"data": [datum], "loss_fn": "cross_entropy"}
+    answers = call(
+        post("create_sampling_session", sampler),
+        post("asample", {**prompt, "seq_id": 1, "num_samples": 10**12}),
+        post("asample", {**prompt, "seq_id": 2, "sampling_params": {"temperature": 10**400}}),
+        post("forward_backward", {"model_id": "0:train:0", "seq_id": 1, "forward_backward_input": given}),
+    )
+    assert [status for status, _ in answers] == [200, 200, 400, 400]
+    assert len(answers[1][1]["sample_sequence_ids"]) == 1024
+
+
+@pytest.mark.parametrize("model_id", ["%2e%2e%2foutside", "%2Fetc", "**"])
+def test_an_id_of_a_model_is_no_pattern_of_files(call, tmp_path, model_id):
+    place = tmp_path / "store" / "outside" / "weights" / "one"
+    place.mkdir(parents=True)
+    write_entry(place, Entry("alice", "", 0.0, "tiny", 4))
+    [(status, body)] = call(("GET", f"training_runs/{model_id}/checkpoints", {}))
+    assert (status, body["checkpoints"]) == (200, [])
+
+
+def test_why_a_session_ended_is_one_short_line(call):
+    [(_, session)] = call(post("create_session", {}))
+    path = f"sessions/{session['session_id']}/finish"
+    answers = call(post(path, {"reason": {"type": "a\nb" * 100}}), post("session_heartbeat", session))
+    assert answers[1][0] == 410 and "ended: a ba b" in answers[1][1]["detail"] and len(answers[1][1]["detail"]) < 300
 
 
 def test_another_keys_session_does_not_exist(call):
