@@ -18,11 +18,11 @@ from hybridrl.errors import ConfigError
 SCRIPT = """
 set -xeuo pipefail
 export NCCL_DEBUG=WARN   # a comment with a quote '
-DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}
+DEVICE=${DEVICE:-$(nvidia-smi -L >/dev/null && echo gpu || echo npu)}
 N=${N:-8}
 length=$((1024 * 2))
 name=${NAME:-run_${N}}
-stamp=run_$(date +%Y)
+stamp=run_$(git rev-parse HEAD)
 train="['$HOME/a.parquet', '$HOME/b.parquet']"
 EXTRA=()
 case "${DEVICE}" in
@@ -73,7 +73,7 @@ def test_variables_arrays_branches_and_arguments_are_followed():
         "data.max_prompt_length=2048",
         "data.truncation=error",
         "trainer.experiment_name=run_8",
-        "trainer.project_name=run_\0$(date +%Y)\0",
+        "trainer.project_name=run_\0$(git rev-parse HEAD)\0",
         "actor_rollout_ref.actor.fsdp_config.param_offload=False",
         "trainer.n_gpus_per_node=8",
         "trainer.seed=2",
@@ -88,7 +88,7 @@ def test_branches_inside_branches_depend_on_the_environment():
 def test_what_would_have_to_be_run_is_marked_and_so_is_what_depends_on_it():
     words = main_command()  # DEVICE is the output of a program
     marked = {word.partition("=")[0]: unresolved(word) for word in words if unresolved(word)}
-    assert marked["trainer.project_name"] == ["$(date +%Y)"]
+    assert marked["trainer.project_name"] == ["$(git rev-parse HEAD)"]
     assert marked["actor_rollout_ref.actor.fsdp_config.param_offload"] == ['case "${DEVICE}"']
     assert "data.max_prompt_length=2048" in words
 
@@ -112,19 +112,63 @@ def test_what_would_have_to_be_run_is_marked_and_so_is_what_depends_on_it():
         ("f() {\n x=1\n}\nrun $((9**9))", ["run", "\0$((9**9))\0"]),
         ("run ${x:?must be set}", ["run", "\0x\0"]),
         ("run --name='x.yaml'\\\n    b\\\nc \"d\\\ne\" 'f'\\\n", ["run", "--name=x.yaml", "bc", "de", "f"]),
-        ("if [ a = b ] && { [ -n $(date) ] || [ a = c ]; }; then x=1; else x=2; fi; run $x", ["run", "2"]),
-        ("if [ a = a ] || [ -n $(date) ]; then x=1; else x=2; fi; run $x", ["run", "1"]),
+        ("if [ a = b ] && { [ -n $(hostname) ] || [ a = c ]; }; then x=1; else x=2; fi; run $x", ["run", "2"]),
+        ("if [ a = a ] || [ -n $(hostname) ]; then x=1; else x=2; fi; run $x", ["run", "1"]),
         ("if [ a = a ] && { [ a = b ] || [ c = c ]; }; then x=1; else x=2; fi; run $x", ["run", "1"]),
-        ("if [ $(date) = b ] && [ a = b ]; then x=1; else x=2; fi; run $x", ["run", "2"]),
+        ("if [ $(hostname) = b ] && [ a = b ]; then x=1; else x=2; fi; run $x", ["run", "2"]),
         (
-            "if [ $(date) = b ] && { [ a = b ] || [ a = a ]; }; then x=1; fi; run $x",
-            ["run", "\0if [ $(date) = b ] { [ a = b ] [ a = a ] }\0"],
+            "if [ $(hostname) = b ] && { [ a = b ] || [ a = a ]; }; then x=1; fi; run $x",
+            ["run", "\0if [ $(hostname) = b ] { [ a = b ] [ a = a ] }\0"],
         ),
         ("if [ a = b ] && grep -q x file; then x=1; else x=2; fi; run $x", ["run", "2"]),
+        ("if [ a = a ]; then\n if [ b = b ]; then x=1\n else x=2\n fi\nfi; run $x", ["run", "1"]),
+        ("if [ a = b ]; then x=1\nelse\n if [ a = a ]; then x=2; fi; y=3\nfi; run $x $y", ["run", "2", "3"]),
+        ("a=x; a+=y; b=(1 2); b+=3; run $a ${b[@]} $b ${b[0]}", ["run", "xy", "13", "2", "13", "13"]),
     ],
 )
 def test_a_line_becomes_the_words_that_bash_makes_of_it(text, words):
     assert commands(text)[-1] == words
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("x=${x:-$(python3 -c 'import no_such_package' 2>/dev/null && echo npu || echo gpu)}; run $x", ["run", "gpu"]),
+        ("run $(python -c 'import json' && echo npu || echo gpu)", ["run", "npu"]),
+        ('run "$(dirname "$0")/b" $(dirname run.sh)', ["run", "recipe/b", "."]),
+        ('d=$(cd -- "$(dirname "${BASH_SOURCE[0]}")/../.." >/dev/null 2>&1 && pwd); run $d/c', ["run", "/home/c"]),
+        ("run ${1} ${2:-b}", ["run", "8", "b"]),
+        ("run $(echo a | tr a b)", ["run", "\0$(echo a | tr a b)\0"]),
+        ("run $(echo a >&2)", ["run", "\0$(echo a >&2)\0"]),
+        ("run $(dirname $(hostname))", ["run", "\0$(dirname $(hostname))\0"]),
+        ("run $(echo 'a)", ["run", "\0$(echo 'a)\0"]),
+        ("run $(cd - && pwd)", ["run", "\0$(cd - && pwd)\0"]),
+        ("run $(date +%x)", ["run", "\0$(date +%x)\0"]),
+    ],
+)
+def test_what_a_command_prints_is_known_if_nothing_has_to_be_run(text, words):
+    assert commands(text, PWD="/home/me", BASH_SOURCE="recipe/run.sh", **{"0": "recipe/run.sh", "1": "8"})[-1] == words
+
+
+def test_a_date_is_that_of_the_reading():
+    before = time.strftime("%Y%m%d")
+    [[_, word]] = commands("run a_$(date +%Y%m%d_%H%M)")
+    assert word[:10] in (f"a_{before}", f"a_{time.strftime('%Y%m%d')}") and len(word) == len("a_20260101_1200")
+
+
+def test_brackets_without_end_are_read_at_once():
+    began = time.monotonic()
+    [[_, word]] = commands(f"run {'$(' * 2000}{')' * 2000}")
+    assert unresolved(word) and time.monotonic() - began < 20
+
+
+def test_a_script_knows_its_place_and_its_arguments(tmp_path):
+    (tmp_path / "examples").mkdir()
+    script = tmp_path / "examples" / "run.sh"
+    script.write_text(
+        'root=$(cd "$(dirname "$0")/.." && pwd)\npython3 -m verl.trainer.main_ppo_sync a.path=$root/x b=$1'
+    )
+    assert verl_commands([str(script), "c=3"], {}) == [[f"a.path={tmp_path}/x", "b=c=3"]]
 
 
 @pytest.mark.parametrize("text", ['run "a', "A=(1 2", "run ${a", "if [ a = a ]; then run"])
@@ -187,7 +231,9 @@ def test_unresolved_values_name_their_cause(tmp_path):
     script.write_text(SCRIPT)
     [words] = verl_commands([str(script), "algorithm.adv_estimator=gae"], {"HOME": "/h"})
     found = imported_command(words)
-    assert any(line.startswith("trainer.project_name=run_?: depends on $(date +%Y)") for line in found.problems)
+    assert any(
+        line.startswith("trainer.project_name=run_?: depends on $(git rev-parse HEAD)") for line in found.problems
+    )
     assert "algorithm.adv_estimator=gae" in found.words
 
 

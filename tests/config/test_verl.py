@@ -144,11 +144,34 @@ def test_a_key_with_another_name_is_taken_over(words, ours):
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=3", RowKind.REFUSED),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=3 trainer.n_gpus_per_node=2", RowKind.REFUSED),
         ("actor_rollout_ref.rollout.prompt_length=512 data.max_prompt_length=600", RowKind.REFUSED),
+        ("actor_rollout_ref.actor.policy_loss.cppo.cppo_w_min=0.8", RowKind.REFUSED),
+        ("distillation.teacher_backend=fsdp", RowKind.REFUSED),
+        ("+distillation.teacher_fsdp_config.strategy=fsdp", RowKind.REFUSED),
+        ("actor_rollout_ref.rollout.moe_load_balance_metrics_interval=5", RowKind.ELSEWHERE),
     ],
 )
 def test_the_value_decides_what_becomes_of_a_key(words, kind):
     [change] = take_over(PPOConfig, words.split()).changes
     assert change.kind is kind and change.reason
+
+
+LOSS = "distillation.distillation_loss"
+
+
+@pytest.mark.parametrize("mode, left_out", [("k1", 2), ("k3", 2), ("forward_kl_topk", 0)])
+def test_what_a_distillation_loss_does_not_read_is_left_out(mode, left_out):
+    words = [f"{LOSS}.loss_mode={mode}", f"{LOSS}.topk=64", f"{LOSS}.log_prob_min_clamp=-10.0"]
+    taken = take_over(PPOConfig, [*words, "data.return_raw_chat=True"])
+    assert [change.kind for change in taken.changes] == [RowKind.DONE] * (1 + left_out)
+    assert taken.words == (words[:1] if left_out else words)
+    assert take_over(PPOConfig, words).words == words, "a command line of ours stays as it is"
+
+
+def test_verls_topk_is_a_default_of_losses_that_read_it():
+    enabled = {"distillation.enabled": "true"}
+    assert f"{LOSS}.topk" in differing_defaults({**enabled, f"{LOSS}.loss_mode": "forward_kl_topk"})
+    assert f"{LOSS}.topk" not in differing_defaults({**enabled, f"{LOSS}.loss_mode": "k1"})
+    assert f"{LOSS}.topk" not in differing_defaults(enabled)
 
 
 def test_a_logger_that_verl_does_not_have_either_is_a_mistake():
@@ -213,6 +236,10 @@ def test_defaults_that_matter_are_those_of_the_chosen_algorithm():
     )
     assert differing_defaults({tensor: "4"})[key] == "true"
     assert not any(key in differing_defaults(words) for words in ({}, {tensor: "1"}, {tensor: "4", key: "false"}))
+    rollout = "actor_rollout_ref.rollout"
+    assert differing_defaults({})[f"{rollout}.enforce_eager"] == "false"
+    replayed = differing_defaults({f"{rollout}.enable_rollout_routing_replay": "True"})
+    assert f"{rollout}.enforce_eager" not in replayed, "CUDA graphs are captured before experts are read"
 
 
 def test_a_key_finds_the_rows_above_it():

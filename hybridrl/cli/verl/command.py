@@ -22,8 +22,7 @@ from hybridrl.config.verl.take_over import Change, preset_words, take_over
 from hybridrl.driver.terminal import one_line, show
 from hybridrl.errors import ConfigError
 
-PROGRAMS = ("main_ppo", "main_dapo")  # last part of the modules whose settings are verl's PPO ones
-FLAGS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
+PROGRAMS = ("main_ppo", "main_ppo_sync", "main_dapo")  # last part of the modules whose settings are verl's PPO ones
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ def verl_commands(given: Sequence[str], environment: "os._Environ[str] | dict[st
             text = Path(given[0]).read_text()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{given[0]}: is not text in UTF-8 ({error.reason})") from None
-        commands = script_commands(text, environment, arguments=list(given[1:]))
+        places = {"BASH_SOURCE": given[0], **{str(place): word for place, word in enumerate(given)}}
+        commands = script_commands(text, {**environment, **places}, arguments=list(given[1:]))
     elif len(given) == 1 and " " in given[0]:
         commands = script_commands(given[0], environment, arguments=[])
     found = [arguments for command in commands if (arguments := _arguments_of_program(command)) is not None]

@@ -1,16 +1,21 @@
 """Read the commands of a bash script without running it.
 
-`script_commands` follows assignments, arrays, `${NAME:-default}`, `$((1024 * 4))`, `if`, `case`, `&&` and `||`. What it
-cannot know without running something (`$(...)`, loops, functions) becomes a mark in the text, so that no value that
-depends on it is made up. `import_verl.py` uses it; it is no shell.
+`script_commands` follows assignments, arrays, `${NAME:-default}`, `$((1024 * 4))`, `if`, `case`, `&&` and `||`, and
+`$(...)` as far as `_printed` knows its commands. What it cannot know without running something (other commands, loops,
+functions) becomes a mark in the text, so that no value that depends on it is made up. `command.py` uses it; it is no
+shell.
 """
 
 import ast
 import fnmatch
 import itertools
+import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 
 from hybridrl.cli.verl.shell_words import ARRAY, Token, bracket_end, tokens
 from hybridrl.errors import ConfigError
@@ -95,10 +100,15 @@ class _Script:
 
     def _assign(self, token: Token) -> None:
         if token.kind == ARRAY:
-            found = [word for item in token.items for word in self.words(item)]
+            self._set(token, [word for item in token.items for word in self.words(item)])
         else:
-            found = ["".join(self.words(token.value, split=False))]
+            self._set(token, ["".join(self.words(token.value, split=False))])
+
+    def _set(self, token: Token, found: list[str]) -> None:
+        """Give a variable its value. A text that is appended lengthens the first item."""
         value = [*(self._value(token.name) if token.appends else []), *found]
+        if token.kind != ARRAY and len(value) > 1:
+            value = [value[0] + found[0], *value[1:-1]]
         if sum(map(len, value)) + len(value) > MAX_CHARS:
             raise ConfigError(f"{token.name}: has more than {MAX_CHARS} characters; write the command without it")
         self.values[token.name] = value
@@ -142,10 +152,8 @@ class _Script:
         if inner[:1] == ["!"]:
             found = self._test(inner[1:])
             return None if found is None else not found
-        if len(inner) == 2 and inner[0] in ("-z", "-n"):
-            return (inner[1] == "") == (inner[0] == "-z")
-        if len(inner) == 1 and inner[0] in ("-z", "-n"):  # an empty word that was not quoted
-            return inner[0] == "-z"
+        if inner[:1] in (["-z"], ["-n"]) and len(inner) <= 2:  # an empty word that was not quoted is none
+            return ("".join(inner[1:]) == "") == (inner[0] == "-z")
         if len(inner) == 3 and inner[1] in ("=", "==", "!="):
             return (inner[0] == inner[2]) == (inner[1] != "!=")
         if len(inner) == 3 and inner[1] in NUMBERS and all(re.fullmatch(r"-?\d+", n) for n in (inner[0], inner[2])):
@@ -166,8 +174,7 @@ class _Script:
         """Mark what `code` assigns as unknown: it may run, or not. cause: what decides that."""
         for token in code:
             if token.name:
-                kept = self._value(token.name) if token.appends else []
-                self.values[token.name] = [*kept, f"{UNKNOWN}{cause or code[0].text}{UNKNOWN}"]
+                self._set(token, [f"{UNKNOWN}{cause or code[0].text}{UNKNOWN}"])
 
     def words(self, token: Token, *, split: bool = True) -> list[str]:
         """Return the words that a token becomes. split: text outside of quotes is divided at blanks."""
@@ -211,13 +218,16 @@ class _Script:
     def _expansion(self, text: str) -> str:
         if text.startswith("$((") and text.endswith("))"):
             return self._arithmetic(text[3:-2])
-        if text.startswith(("$(", "`")):
-            return f"{UNKNOWN}{text}{UNKNOWN}"
-        found = re.fullmatch(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=+?])(.*))?\})", text, re.DOTALL)
+        if text.startswith("$("):
+            output = None
+            with suppress(ConfigError, RecursionError):
+                output = self._output(list(tokens(text[2:-1])))
+            return f"{UNKNOWN}{text}{UNKNOWN}" if output is None else output
+        found = re.fullmatch(r"\$(?:(\w+)|\{(\w+)(?:\[0\])?(?:(:?[-=+?])(.*))?\})", text, re.DOTALL)
         if not found:
             return text if text == "$" else f"{UNKNOWN}{text}{UNKNOWN}"
         name, operator, other = found[1] or found[2], found[3] or "", found[4] or ""
-        value = " ".join(self._value(name))
+        value = "".join(self._value(name)[:1])
         is_set = bool(value) if operator.startswith(":") else bool(self._value(name))
         if operator[-1:] in ("-", "="):
             return value if is_set else self._expanded(_unquoted(other))
@@ -227,12 +237,46 @@ class _Script:
             return f"{UNKNOWN}{name}{UNKNOWN}"
         return value
 
+    def _output(self, code: list[Token]) -> str | None:
+        """Return what the commands of a `$(...)` print; None if one of them would have to be run."""
+        status, folder = True, "".join(self._value("PWD"))
+        lines: list[str] = []
+        for link, command in _linked_commands(code):
+            if link == ";" or status == (link == "&&"):
+                words = [word for token in _without_redirections(command) for word in self.words(token)]
+                known = None if any(map(unresolved, words)) else _printed(words, folder)
+                if known is None or any(token.text == "|" for token in code):
+                    return None
+                status, folder, line = known
+                if line is not None and any(token.is_redirection for token in command):
+                    return None
+                lines += [] if line is None else [line]
+        return "\n".join(lines)
+
     def _arithmetic(self, text: str) -> str:
         names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda found: " ".join(self._value(found[1])) or "0", text)
         try:
             return str(_integer(ast.parse(names.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return f"{UNKNOWN}$(({text})){UNKNOWN}"
+
+
+def _printed(words: list[str], folder: str) -> tuple[bool, str, str | None] | None:
+    """Return status, directory and output of a command that changes nothing outside of its shell; None of any other."""
+    match words:
+        case ["echo", text] if not text.startswith("-"):
+            return True, folder, text
+        case ["pwd"]:
+            return True, folder, folder
+        case ["cd", path] | ["cd", "--", path] if path != "-":
+            return True, os.path.normpath(os.path.join(folder, path)), None
+        case ["dirname", path] if not path.endswith("/"):
+            return True, folder, os.path.dirname(path) or "."
+        case ["date", layout] if re.fullmatch(r"\+(?:[^%]|%[YymdHMSjsFT])*", layout):
+            return True, folder, time.strftime(layout[1:])
+        case ["python" | "python3", "-c", code] if found := re.fullmatch(r"import (\w+)", code):
+            return PathFinder.find_spec(found[1]) is not None, folder, None
+    return None
 
 
 def _integer(node: ast.AST) -> int:
@@ -321,8 +365,9 @@ def _top_level(command: list[Token]) -> Iterator[int]:
     """Yield the places of a compound command that no inner one encloses."""
     place = 0
     while place < len(command):
-        yield place
         nested = place > 0 and command[place].plain in END_WORDS and command[place - 1].text != "("
+        if not nested:
+            yield place
         place = _command_end(command, place) if nested else place + 1
 
 

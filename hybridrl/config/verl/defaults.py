@@ -43,9 +43,10 @@ def differing_defaults(words: Mapping[str, str]) -> dict[str, str]:
 def _matters(key: str, words: Mapping[str, str]) -> bool:
     if key == f"{MEGATRON}.sequence_parallel":
         return words.get(f"{MEGATRON}.tensor_model_parallel_size", "1") != "1"
-    needs = NEEDS.get(key.partition(".")[0])
-    if needs is None:
-        return True
-    if key.startswith("critic") and "algorithm.adv_estimator" not in words:
-        return True  # gae is the default
-    return any(words.get(name, "").lower() in values for name, values in needs.items())
+    if key.endswith(".topk") and "topk" not in words.get("distillation.distillation_loss.loss_mode", ""):
+        return False
+    if key.endswith(".enforce_eager"):  # a rollout without CUDA graphs is the only one that tells its experts
+        return words.get("actor_rollout_ref.rollout.enable_rollout_routing_replay", "").lower() != "true"
+    needs = NEEDS.get(key.partition(".")[0], {"": ("",)})
+    has_critic = key.startswith("critic") and "algorithm.adv_estimator" not in words  # gae is the default
+    return has_critic or any(words.get(name, "").lower() in values for name, values in needs.items())

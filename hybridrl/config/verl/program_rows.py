@@ -10,14 +10,12 @@ _PROFILER = "use py-spy or torch.profiler on a worker; timings of every stage ar
 _RAY = "start Ray yourself and set RAY_ADDRESS; the run then connects to it"
 _DRIVER = "prompts are tokenized and filtered in the driver"
 _ENGINE = "a reward model is scored in the training engine, on whole prompts and responses"
+_OWN_PROCESSES = "rewards are computed in processes of their own"
 _AHEAD = "generation runs ahead with trainer.lag and a rollout pool of its own"
 REWARD = "{reward,reward_model}"
 
 DATA_ROWS: tuple[Row, ...] = (
-    done(
-        "data.{return_raw_chat,return_raw_input_ids,return_full_prompt,return_multi_modal_inputs}",
-        "prompts are kept whole",
-    ),
+    done("data.{return_raw_chat,return_raw_input_ids,return_full_prompt}", "prompts are kept whole"),
     renamed("data.trust_remote_code", f"{MODEL}.trust_remote_code"),
     done("data.tokenizer", "the tokenizer is the policy's", "null"),
     done("data.tokenizer", "the tokenizer is the policy's", same_as=f"{MODEL}.path"),
@@ -44,8 +42,7 @@ REWARD_ROWS: tuple[Row, ...] = (
     done("reward.reward_manager.source", "reward managers have registered names", "register"),
     done("reward.reward_manager.module.{path,name}", "there is none", "null", "custom_reward_manager"),
     refused(
-        "reward.reward_manager",
-        "managers are naive, dapo and batch; your own class: reward_model.reward_manager=path.py:Name",
+        "reward.reward_manager", "known are naive, dapo and batch; your own: reward_model.reward_manager=path.py:Name"
     ),
     *(
         renamed(f"{REWARD}.reward_kwargs.overlong_buffer_cfg.{name}", f"reward_model.overlong_buffer.{name}")
@@ -56,19 +53,13 @@ REWARD_ROWS: tuple[Row, ...] = (
     refused(f"{REWARD}.reward_kwargs.max_resp_len", "it is data.max_response_length; set that"),
     done(f"{REWARD}.reward_kwargs", "nothing is given", "{}", "null"),
     refused(f"{REWARD}.reward_kwargs", "set arguments of your own function: custom_reward_function.kwargs"),
-    renamed("reward.custom_reward_function.path", "custom_reward_function.path"),
-    renamed("reward.custom_reward_function.name", "custom_reward_function.name"),
+    *(renamed(f"reward.custom_reward_function.{name}", f"custom_reward_function.{name}") for name in ("path", "name")),
     renamed("{reward.,}custom_reward_function.reward_kwargs", "custom_reward_function.kwargs"),
     renamed("reward.reward_model.enable", "reward_model.enable"),
     renamed("{reward.reward_model,reward_model}.model_path", "reward_model.model.path"),
-    done("reward_model.use_reward_loop", "rewards are computed in processes of their own"),
-    no_effect("reward_model.inference", _ENGINE),
-    no_effect("reward.reward_model.{rollout,enable_resource_pool,n_gpus_per_node,nnodes}", _ENGINE),
-    no_effect("reward_model.{rollout,enable_resource_pool,n_gpus_per_node,nnodes}", _ENGINE),
-    no_effect(
-        "reward_model.{launch_reward_fn_async,use_dynamic_bsz,forward_prefetch}",
-        "rewards are computed in processes of their own",
-    ),
+    done("reward_model.use_reward_loop", _OWN_PROCESSES),
+    no_effect("{reward.,}reward_model.{inference,rollout,enable_resource_pool,n_gpus_per_node,nnodes}", _ENGINE),
+    no_effect("reward_model.{launch_reward_fn_async,use_dynamic_bsz,forward_prefetch}", _OWN_PROCESSES),
     renamed("reward_model.micro_batch_size", "reward_model.micro_batch_size_per_gpu", convert="per_process"),
     no_effect("reward_model.model.{fsdp_config,use_remove_padding,use_rmpad,use_fused_kernels,use_shm}", _ENGINE),
     done("reward_model.{strategy,ulysses_sequence_parallel_size}", "the reward model uses the actor's engine"),
@@ -89,10 +80,7 @@ TRAINER_ROWS: tuple[Row, ...] = (
     renamed("trainer.remove_previous_ckpt_in_save", "trainer.max_ckpt_to_keep", when=("true",), values={"true": 1}),
     done("trainer.remove_previous_ckpt_in_save", "all checkpoints are kept", "false"),
     elsewhere("trainer.default_hdfs_dir", "nothing is copied", "null"),
-    refused(
-        "trainer.default_hdfs_dir",
-        "checkpoints are written to trainer.default_local_dir; mount the remote storage there",
-    ),
+    refused("trainer.default_hdfs_dir", "checkpoints are in trainer.default_local_dir; mount the remote storage there"),
     elsewhere("trainer.del_local_ckpt_after_load", "retention is trainer.max_ckpt_to_keep"),
     elsewhere(
         "trainer.{log_val_generations,log_train_generations}", "samples are written to trainer.validation_data_dir"
@@ -117,6 +105,11 @@ TRAINER_ROWS: tuple[Row, ...] = (
     done("skip.{rollout,rollout_tq,async_rollout}.enable", "every step generates", "false"),
     refused("skip", "every step generates; leave it out"),
     refused("{rollout,async_training}", f"{_AHEAD}: actor_rollout_ref.rollout.n_gpus_per_node; leave it out"),
+    refused(
+        "distillation.{teacher_backend,teacher_chunk_size,teacher_fsdp_config}",
+        "teachers always run in the training engine, and reverse_kl_topk compares the teacher's most likely tokens "
+        "instead of the student's; leave it out",
+    ),
     no_effect("algorithm.filter_groups.max_inflight_gen_batches", "one generation batch runs at a time"),
 )
 

@@ -31,6 +31,7 @@ LOGGERS: Mapping[str, str | None] = {
 }
 """Loggers that only verl has, and ours instead, if there is one. Any other unknown name is a mistake."""
 OFFLOAD = "actor_rollout_ref.actor.megatron.param_offload"
+LOSS = "distillation.distillation_loss"
 DISTRIBUTED = "actor_rollout_ref.actor.megatron.use_distributed_optimizer"
 LINE_KEYS = 12  # keys that a line of the log names; import-verl shows all
 
@@ -116,7 +117,7 @@ def take_over(schema: type, words: Sequence[str]) -> Takeover:
     for _ in range(2):  # the second time, rows that compare with another key know the value it was given
         taken = _Pass(schema, given).run(parsed)
         given = {word.key: word.value for word in map(_parse, taken.words)}
-    return _without_distributed_optimizer(taken, given) if taken.changes else taken
+    return _without_unread(_without_distributed_optimizer(taken, given), given) if taken.changes else taken
 
 
 def _without_distributed_optimizer(taken: Takeover, given: Mapping[str, Any]) -> Takeover:
@@ -126,6 +127,15 @@ def _without_distributed_optimizer(taken: Takeover, given: Mapping[str, Any]) ->
     ours, reason = f"{DISTRIBUTED}=false", "parameters are offloaded without the distributed optimizer only"
     change = Change(f"{OFFLOAD}=True", RowKind.RENAMED, (ours,), reason)
     return Takeover([*taken.words, ours], [*taken.changes, change])
+
+
+def _without_unread(taken: Takeover, given: Mapping[str, Any]) -> Takeover:
+    """Return a command line of verl without what its distillation loss does not read in verl either."""
+    mode = text_of(given.get(f"{LOSS}.loss_mode"))
+    names = () if mode.startswith(("forward", "reverse")) else (f"{LOSS}.topk", f"{LOSS}.log_prob_min_clamp")
+    unread = [word for word in taken.words if _parse(word).key in names]
+    changes = [Change(word, RowKind.DONE, reason="a loss of sampled tokens does not read it") for word in unread]
+    return Takeover([word for word in taken.words if word not in unread], [*taken.changes, *changes])
 
 
 def preset_words(name: str | None, folder: str | None) -> Sequence[str] | None:

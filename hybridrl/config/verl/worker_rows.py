@@ -3,7 +3,7 @@
 Read with the names of verl 0.4 to 0.9. Values are those of verl's own defaults and published commands.
 """
 
-from hybridrl.config.verl.row import Row, RowKind, done, elsewhere, no_effect, refused, renamed
+from hybridrl.config.verl.row import Row, RowKind, done, elsewhere, expanded, no_effect, refused, renamed
 
 POLICY, CRITIC = "actor_rollout_ref", "critic"
 ACTOR, REF, ROLLOUT, MODEL = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.rollout", f"{POLICY}.model"
@@ -19,6 +19,10 @@ LAYOUT = (
     "context_parallel_size,expert_model_parallel_size,sequence_parallel,use_distributed_optimizer,dtype}"
 )
 
+_CORE = "megatron.override_transformer_config"
+_FULL = {"when": ("full",), "values": {"full": True}}
+_BALANCE = "moe_aux_loss_coeff,moe_z_loss_coeff,moe_router_bias_update_rate,moe_router_load_balancing_type"
+_DIVISIONS = "data_parallel_size,expert_parallel_size,pipeline_model_parallel_size"
 _SHARDED = "parameters are sharded over all worker processes"
 _ULYSSES = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 _FOLLOW = "reference policy and critic share sequences as the actor does"
@@ -52,15 +56,11 @@ ENGINES: tuple[Row, ...] = (
 )
 
 FSDP_ROWS: tuple[Row, ...] = (
-    renamed("critic.{fsdp,model.fsdp_config}.param_offload", "critic.fsdp_config.param_offload"),
-    renamed("critic.{fsdp,model.fsdp_config}.optimizer_offload", "critic.fsdp_config.optimizer_offload"),
+    renamed("critic.{fsdp,model.fsdp_config,megatron}.param_offload", "critic.fsdp_config.param_offload"),
+    renamed("critic.{fsdp,model.fsdp_config,megatron}.optimizer_offload", "critic.fsdp_config.optimizer_offload"),
     done(f"{FSDP}.model_dtype", "weights and optimizer state are float32", "fp32", "float32"),
     no_effect(f"{FSDP}.model_dtype", "weights and optimizer state are float32, computation is in bfloat16 on CUDA"),
-    renamed(
-        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype",
-        f"{ACTOR}.fsdp_config.dtype",
-        values=DTYPES,
-    ),
+    renamed(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.fsdp_config.dtype", values=DTYPES),
     done(f"{FSDP}.mixed_precision", "gradients are reduced in float32, and others compute as the actor does"),
     renamed(f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.dtype", when=tuple(DTYPES), values=DTYPES),
     done(f"{OTHERS_FSDP}.dtype", "others compute as the actor does", same_as=f"{ACTOR}.fsdp_config.dtype"),
@@ -83,9 +83,7 @@ FSDP_ROWS: tuple[Row, ...] = (
     done(f"{FSDP}.{{forward_only,strategy}}", "it follows from the role"),
     done(f"{{{FSDP[1:-1]},{ACTOR}}}.qat.enable", "there is no quantization-aware training", "false"),
     refused(f"{{{FSDP[1:-1]},{ACTOR}}}.qat", "there is no quantization-aware training in this release; leave it out"),
-    no_effect(
-        f"{FSDP}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted, not padded to a length"
-    ),
+    no_effect(f"{FSDP}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted"),
     renamed(f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size", _CHUNK),
     done(f"{FSDP}.{{entropy_from_logits_with_chunking,entropy_checkpointing}}", _ENTROPY),
     no_effect(f"{FSDP}.entropy_from_logits_chunk_size", "other models use the actor's"),
@@ -108,8 +106,6 @@ MEGATRON_ROWS: tuple[Row, ...] = (
         )
     ),
     renamed(f"{REF}.megatron.param_offload", f"{REF}.fsdp_config.param_offload"),
-    renamed("critic.megatron.param_offload", "critic.fsdp_config.param_offload"),
-    renamed("critic.megatron.optimizer_offload", "critic.fsdp_config.optimizer_offload"),
     done(f"{MEGATRON}.grad_offload", "gradients stay on the device", "false"),
     no_effect(f"{MEGATRON}.grad_offload", "gradients stay on the device"),
     done(f"{MEGATRON}.expert_tensor_parallel_size", "experts are whole", "1", "null"),
@@ -118,36 +114,16 @@ MEGATRON_ROWS: tuple[Row, ...] = (
     done(f"{MEGATRON}.{{use_dist_checkpointing,dist_checkpointing_path}}", "weights are read from model.path"),
     done(f"{MEGATRON}.{{seed,forward_only,load_weight,override_mcore_model_config}}", "it follows from other settings"),
     renamed(f"{ACTOR}.megatron.use_remove_padding", f"{MODEL}.use_remove_padding"),
-    renamed(
-        f"{ACTOR}.megatron.override_transformer_config.recompute_granularity",
-        f"{MODEL}.enable_gradient_checkpointing",
-        when=("full",),
-        values={"full": True},
-    ),
-    renamed(
-        "critic.megatron.override_transformer_config.recompute_granularity",
-        "critic.model.enable_gradient_checkpointing",
-        when=("full",),
-        values={"full": True},
-    ),
+    renamed(f"{ACTOR}.{_CORE}.recompute_granularity", f"{MODEL}.enable_gradient_checkpointing", **_FULL),
+    renamed(f"{CRITIC}.{_CORE}.recompute_granularity", f"{CRITIC}.model.enable_gradient_checkpointing", **_FULL),
     no_effect(
-        f"{MEGATRON}.override_transformer_config.{{recompute_granularity,recompute_method,recompute_num_layers,"
-        "recompute_modules}",
+        f"{ROLES}.{_CORE}.{{recompute_granularity,recompute_method,recompute_num_layers,recompute_modules}}",
         "activations of every layer are recomputed, or none: model.enable_gradient_checkpointing",
     ),
     done(f"{MEGATRON}.override_transformer_config.moe_router_dtype", "the router computes in float32", "fp32"),
-    done(
-        f"{MEGATRON}.override_transformer_config.{{moe_aux_loss_coeff,moe_z_loss_coeff,moe_router_bias_update_rate}}",
-        "there is no auxiliary loss",
-        "0",
-        "null",
-    ),
-    done(
-        f"{MEGATRON}.override_transformer_config.moe_router_load_balancing_type", "there is no auxiliary loss", "none"
-    ),
+    done(f"{ROLES}.{_CORE}.{{{_BALANCE}}}", "there is no auxiliary loss", "0", "null", "none"),
     refused(
-        f"{MEGATRON}.override_transformer_config.{{moe_aux_loss_coeff,moe_z_loss_coeff,moe_router_bias_update_rate,"
-        "moe_router_load_balancing_type}",
+        f"{ROLES}.{_CORE}.{{{_BALANCE}}}",
         "the router has no auxiliary loss in this release; set it to 0 or leave it out",
     ),
     no_effect(
@@ -174,9 +150,8 @@ MEGATRON_ROWS: tuple[Row, ...] = (
 OPTIMIZER_ROWS: tuple[Row, ...] = (
     *(renamed(f"{role}.optim.clip_grad", f"{role}.grad_clip") for role in (ACTOR, CRITIC)),
     *(
-        renamed(f"{role}.optim.{name}", f"{role}.optim.lr_scheduler_type")
+        renamed(f"{role}.optim.{{warmup_style,lr_decay_style}}", f"{role}.optim.lr_scheduler_type")
         for role in (ACTOR, CRITIC)
-        for name in ("warmup_style", "lr_decay_style")
     ),
     done(f"{TRAINED}.optim.{{total_training_steps,lr_decay_steps}}", "schedules end with the run's last step"),
     done(f"{TRAINED}.optim.optimizer", "the optimizer is AdamW", "adamw", "adam"),
@@ -198,18 +173,18 @@ OPTIMIZER_ROWS: tuple[Row, ...] = (
 )
 
 ACTOR_ROWS: tuple[Row, ...] = (
+    refused(f"{ACTOR}.policy_loss.cppo", "CPPO is not in this release; loss_mode=dppo_tv has one limit for all tokens"),
     renamed(f"{ACTOR}.tau_pos", f"{ACTOR}.policy_loss.tau_pos"),
     renamed(f"{ACTOR}.tau_neg", f"{ACTOR}.policy_loss.tau_neg"),
     renamed(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_low", convert="at_most_one"),
     done(f"{ACTOR}.use_token_level_loss", "tokens are averaged over the batch", "true"),
     refused(f"{ACTOR}.use_token_level_loss", "set actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"),
     done(f"{ACTOR}.calculate_entropy", "the entropy is always among the metrics"),
-    renamed(f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu", convert="per_process"),
-    renamed(f"{REF}.log_prob_micro_batch_size", f"{REF}.log_prob_micro_batch_size_per_gpu", convert="per_process"),
-    renamed(
-        f"{ROLLOUT}.log_prob_micro_batch_size", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", convert="per_process"
+    *(
+        renamed(key, f"{key}_per_gpu", convert="per_process")
+        for name in (f"{TRAINED}.ppo_micro_batch_size", f"{{{REF},{ROLLOUT}}}.log_prob_micro_batch_size")
+        for key in expanded(name)
     ),
-    renamed("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu", convert="per_process"),
     no_effect(
         "critic.{forward_micro_batch_size_per_gpu,forward_micro_batch_size,forward_max_token_len_per_gpu}", _FORWARD
     ),
@@ -244,8 +219,7 @@ ACTOR_ROWS: tuple[Row, ...] = (
 )
 
 MODEL_ROWS: tuple[Row, ...] = (
-    renamed(f"{MODEL}.use_rmpad", f"{MODEL}.use_remove_padding"),
-    renamed("critic.model.use_rmpad", "critic.model.use_remove_padding"),
+    *(renamed(f"{model}.use_rmpad", f"{model}.use_remove_padding") for model in (MODEL, "critic.model")),
     renamed(f"{MODEL}.enable_activation_checkpointing", f"{MODEL}.enable_gradient_checkpointing"),
     renamed("critic.model.external_lib", f"{MODEL}.external_lib"),
     done("critic.model.trust_remote_code", "it is the policy's", same_as=f"{MODEL}.trust_remote_code"),
@@ -266,9 +240,7 @@ MODEL_ROWS: tuple[Row, ...] = (
     refused(f"{MODELS}.mtp", "multi-token prediction is not trained in this release; leave it out"),
     done("critic.model.lora_rank", "the critic is trained in full", "0"),
     refused("critic.model.{lora_rank,lora_alpha,lora_adapter_path,target_modules,lora}", _VALUE_ADAPTERS),
-    renamed(f"{MODEL}.lora.rank", f"{MODEL}.lora_rank"),
-    renamed(f"{MODEL}.lora.alpha", f"{MODEL}.lora_alpha"),
-    renamed(f"{MODEL}.lora.adapter_path", f"{MODEL}.lora_adapter_path"),
+    *(renamed(f"{MODEL}.lora.{name}", f"{MODEL}.lora_{name}") for name in ("rank", "alpha", "adapter_path")),
     done(f"{MODEL}.lora.merge", "rollouts get merged weights", "true"),
     no_effect(
         f"{MODEL}.lora.merge",
@@ -289,8 +261,7 @@ MODEL_ROWS: tuple[Row, ...] = (
         "all-linear",
     ),
     refused(
-        f"{MODEL}.lora.target_modules",
-        "name the layers as Hugging Face does, in actor_rollout_ref.model.target_modules",
+        f"{MODEL}.lora.target_modules", "name them as Hugging Face does, in actor_rollout_ref.model.target_modules"
     ),
     refused(f"{MODEL}.lora", "adapters have lora_rank, lora_alpha, target_modules and lora_adapter_path; leave it out"),
 )
@@ -307,17 +278,12 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     done(f"{ROLLOUT}.max_model_len", "the engine takes prompt and response", "null"),
     Row(f"{ROLLOUT}.max_model_len", RowKind.DONE, "the engine takes prompt and response", convert="covers_lengths"),
     refused(f"{ROLLOUT}.max_model_len", "it is data.max_prompt_length + data.max_response_length; lower these"),
-    done(f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}", "it is 1", "1"),
-    no_effect(
-        f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}",
-        "an engine is divided by tensor_model_parallel_size alone",
-    ),
+    done(f"{ROLLOUT}.{{{_DIVISIONS}}}", "it is 1", "1"),
+    no_effect(f"{ROLLOUT}.{{{_DIVISIONS}}}", "an engine is divided by tensor_model_parallel_size alone"),
     renamed(f"{ROLLOUT}.enable_prefix_caching", f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching"),
     done(f"{ROLLOUT}.cudagraph_capture_sizes", "vLLM chooses", "null"),
     no_effect(f"{ROLLOUT}.cudagraph_capture_sizes", "vLLM chooses the batch sizes of its CUDA graphs"),
-    no_effect(
-        f"{ROLLOUT}.{{scheduling_policy,multi_stage_wake_up,moe_load_balance_metrics_interval}}", "vLLM's default"
-    ),
+    no_effect(f"{ROLLOUT}.{{scheduling_policy,multi_stage_wake_up}}", "vLLM's default"),
     done(f"{ROLLOUT}.{{load_format,layered_summon,layered_summon_param}}", "weights always come from the trainer"),
     elsewhere(f"{ROLLOUT}.{{disable_log_stats,trace}}", "generation metrics are in perf/ and timing_s/"),
     done(
@@ -349,11 +315,7 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     ),
     done(f"{ROLLOUT}.multi_turn.enable", "a response has one turn", "false"),
     renamed(f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.mode", values={"true": "async"}),
-    done(
-        f"{ROLLOUT}.multi_turn.{{tool_config_path,max_user_turns,num_repeat_rollouts}}",
-        "there is none",
-        "null",
-    ),
+    done(f"{ROLLOUT}.multi_turn.{{tool_config_path,max_user_turns,num_repeat_rollouts}}", "there is none", "null"),
     done(f"{ROLLOUT}.multi_turn.format", "tools are called as Hermes and Qwen models do", "hermes"),
     refused(
         f"{ROLLOUT}.multi_turn.tool_config_path",
