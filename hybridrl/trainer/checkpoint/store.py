@@ -12,6 +12,7 @@ The newest checkpoint is found by listing the directory; there is no pointer fil
 after a commit. The driver calls this; workers write the engine shards.
 """
 
+import _thread
 import hashlib
 import json
 import logging
@@ -105,21 +106,21 @@ class CheckpointStore:
 class ManifestWriter:
     """Finishes a commit (manifest, fsync, rename) in a thread that can be abandoned.
 
-    A thread that waits for a disk cannot be interrupted. If it is abandoned, it never renames.
+    A thread that waits for a disk cannot be interrupted. If it is abandoned, it never renames. It is no `Thread`, whose
+    `start` waits for ever if the new thread finds no memory.
     """
 
     def __init__(self, partial: str, path: str, *, step: int):
         self.partial, self.path, self.step = partial, path, step
-        self._lock, self._abandoned = threading.Lock(), False
+        self._lock, self._abandoned, self._ended = threading.Lock(), False, threading.Event()
         self._error: BaseException | None = None
 
     def finish_within(self, timeout_s: float | None) -> None:
         """Finish the commit; raises StorageError after `timeout_s`, and the commit then never appears."""
-        thread = threading.Thread(target=self._run, name="commit", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
+        _thread.start_new_thread(self._run, ())
+        self._ended.wait(timeout_s)
         with self._lock:
-            self._abandoned = self._abandoned or thread.is_alive()
+            self._abandoned = self._abandoned or not self._ended.is_set()
         if self._abandoned:
             raise StorageError(
                 f"{self.partial} was not on the disk within trainer.call_timeout_s={timeout_s:g} s: storage "
@@ -138,6 +139,7 @@ class ManifestWriter:
                     fsync_path(os.path.dirname(self.path))
         except BaseException as error:  # raised in `finish_within`
             self._error = error
+        self._ended.set()
 
 
 def directory_bytes(path: str) -> int:

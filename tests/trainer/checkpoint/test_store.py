@@ -1,12 +1,13 @@
 """Checkpoints on storage: what is committed, which ones stay, and which one a run resumes from."""
 
+import _thread
 import json
 import os
 
 import pytest
 
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.errors import CheckpointError, ConfigError, StorageError
 from hybridrl.trainer.checkpoint.reading import find_resume_checkpoint, verify_manifest
 from hybridrl.trainer.checkpoint.store import CheckpointStore, check_engine_state
 
@@ -41,6 +42,14 @@ def test_a_step_that_is_committed_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="global_step_3 exists already"):
         store.commit(3, write("others"))
     assert verify_manifest(store.path(3)) == 3 and (tmp_path / "global_step_3/actor/.metadata").read_text() == "weights"
+
+
+def test_a_commit_whose_thread_ends_at_its_birth_fails_in_time(tmp_path, monkeypatch):
+    store = store_with(tmp_path, 1)
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)  # as without memory for its first frame
+    with pytest.raises(StorageError, match=r"was not on the disk within trainer.call_timeout_s=0.1 s"):
+        store.commit(2, write(), finish_timeout_s=0.1)
+    assert store.steps() == [1]
 
 
 def test_a_failed_write_leaves_no_commit(tmp_path):
