@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster; workers that share a core are slow, not wrong, but each needs memory
 OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text takes megabytes
 CUDA_DRIVER = "/proc/driver/nvidia/version"  # there on machines with CUDA devices
-# Ray's settings of a cluster that a program starts for itself. The GCS keeps an event of 3.3 KiB for each of the newest
-# tasks, by default for 100000 of them.
-OWN_CLUSTER = {"task_events_max_num_task_in_gcs": 2000}
+# Ray's settings of a cluster that a program starts for itself: no events of tasks, which `ray list tasks` would show.
+# They cost the driver 30 MiB, and the GCS 3.3 KiB for each of the newest 100000 tasks; with fewer, both still grew.
+OWN_CLUSTER = {"task_events_report_interval_ms": 0}
 START_TIMEOUT_S = 100.0  # of a local cluster's node: less than `CLUSTER_TIMEOUT_S` of the driver that waits for it
 NODE_POLL_PERIOD_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
