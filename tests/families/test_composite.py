@@ -13,9 +13,10 @@ from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.workers.engine.export import export_hf
 from tests.families.configurations import DELTA, EOS, SHARED_EXPERT, SIZES, save_tokenizer
 from tests.families.measure import FAST, LIMIT, family_batch, measure_export, measure_rollout, train
-from tests.support.workers.engine_cases import make_engine, whole_weights
+from tests.support.workers.engine_cases import AVX512, make_engine, whole_weights
 
 pytestmark = pytest.mark.usefixtures("process_group")
+ROLLOUT_LIMIT = 2 * LIMIT if AVX512 else LIMIT  # seen: 1.001e-5
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
 MTP = {"mtp.fc.weight": torch.full((32, 64), 0.25), "mtp.norm.weight": torch.ones(32)}
 
@@ -43,7 +44,7 @@ def test_training_as_text_changes_the_text_model_and_an_export_keeps_the_rest(na
     path = save_composite(name, tmp_path / "model")
     engine = make_engine(path, optim=FAST, packed=True)
     train(engine, family_batch())
-    assert measure_rollout(path, engine).log_probs < 2 * LIMIT  # 1.001e-5 on CPUs with AVX-512
+    assert measure_rollout(path, engine).log_probs < ROLLOUT_LIMIT
     assert measure_export(path, engine, family_batch(), tmp_path / "export").log_probs < LIMIT
     before = load_file(tmp_path / "model" / "model.safetensors")
     after = load_file(tmp_path / "export" / "model.safetensors")

@@ -45,6 +45,7 @@ __all__ = [
     "unset_engine",
     "whole_weights",
 ]
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # whose sums differ from those of AVX2 in their last bits
 WHOLE = MicroBatching()
 OPTIM = OptimConfig(lr=1e-4, weight_decay=0.1)
 

@@ -22,7 +22,7 @@ from hybridrl.workers.weight_transfer.quantize import (
     quantize_blocks,
     quantized_weights,
 )
-from tests.support.workers.engine_cases import WHOLE, make_engine
+from tests.support.workers.engine_cases import AVX512, WHOLE, make_engine
 from tests.support.workers.image_cases import (
     FAMILIES,
     image_batch,
@@ -32,7 +32,7 @@ from tests.support.workers.image_cases import (
     tower_runs,
 )
 
-LIMIT = 2e-5  # torch 2.13 gives 1e-5, torch 2.14 1.8e-5 for one token of Qwen3.5
+LIMIT = 2e-5 if AVX512 else 1e-5  # seen: 1.8e-5 in one token
 
 
 @pytest.fixture(scope="module", autouse=True)

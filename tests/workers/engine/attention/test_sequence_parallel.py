@@ -12,6 +12,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.attention.sequence_parallel import part_of_layout
 from hybridrl.workers.engine.batching.layout import SequencePart, make_layout, token_grid
 from tests.support.workers.engine_cases import (
+    AVX512,
     VOCAB,
     WHOLE,
     assert_same_weights,
@@ -24,6 +25,7 @@ from tests.support.workers.routing_cases import save_mixture
 from tests.support.workers.sequence_parallel_cases import CASES, MODELS, rank, work
 
 RUN_S = 150
+LIMIT = 1e-5 if AVX512 else 5e-6  # seen: 9.4e-6 in one expert's weight
 ROUTING = ("routing_tokens", "routing_differ", "routing_missing", "routing_shared")
 pytestmark = [pytest.mark.timeout(2 * RUN_S + 60), pytest.mark.usefixtures("process_group")]
 
@@ -84,7 +86,7 @@ def test_peers_compute_the_outputs_gradients_and_steps_of_one_process(ranks, alo
             torch.testing.assert_close(gradient, expected["gradients"][parameter], atol=1e-6, rtol=1e-5)
         for report, wanted in zip(found["reports"], expected["reports"], strict=True):
             assert report == pytest.approx(wanted, rel=1e-5)
-        assert_same_weights(found["weights"], expected["weights"], atol=1e-5)  # Adam: lr 1e-4
+        assert_same_weights(found["weights"], expected["weights"], atol=LIMIT)  # Adam: lr 1e-4
 
 
 @pytest.mark.parametrize("name", CASES)
