@@ -20,7 +20,7 @@ from hybridrl import main_ppo, rewards
 from hybridrl.config import PPOConfig, from_dict, suggest_key
 from hybridrl.config.engines import single_process_layout
 from hybridrl.config.introspection import keys
-from hybridrl.config.plugs import load_plugins
+from hybridrl.config.plugs import PLUGINS, load_plugins
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.registry import is_import_path
@@ -34,8 +34,8 @@ from hybridrl.trainer.step_record.replay import StepReplay
 ONE_PROCESS = dict(backend="local", master=False, device="cpu", nnodes=1, n_gpus_per_node=1, min_ranks=0)
 NO_OUTPUT = dict(logger=["console"], rollout_data_dir=None, validation_data_dir=None, page_port=None, trace=False)
 OF_CODE = (  # settings with a file or a module, whose name says nothing: `x.pyc` and `package` run, too
-    *("trust_remote_code", "external_lib", "algorithm.path", "custom_reward_function.path", "custom_cls.path"),
-    *("class_path", "agent.path", "function_tool_path", "interaction_config_path"),
+    *(*PLUGINS, "trust_remote_code", "custom_reward_function.path", "custom_cls.path", "class_path", "agent.path"),
+    *("function_tool_path", "interaction_config_path"),
 )
 NO_FREQUENCY = dict(save_freq=-1, test_freq=-1, val_before_train=False, eval_n_gpus=0, overlap=False)
 

@@ -426,7 +426,10 @@ def _number(body: Mapping[str, Any], name: str, *, limit: int = MAX_NUMBER) -> i
 
 
 def _description(body: Mapping[str, Any]) -> bytes:
-    """Return what a client says of a session or a model. Raises DataError if it is too large to be kept."""
+    """Return what a client says of a session or a model.
+
+    Raises DataError if it is too large to be kept.
+    """
     if len(described := _canonical(body)) > MAX_DESCRIPTION_BYTES:
         raise DataError(f"the body has {len(described)} bytes, of {MAX_DESCRIPTION_BYTES}; send less user_metadata")
     return described

@@ -262,7 +262,10 @@ class _Script:
 
 
 def _printed(words: list[str], folder: str) -> tuple[bool, str, str | None] | None:
-    """Return status, directory and output of a command that changes nothing outside of its shell; None of any other."""
+    """Return status, directory and output of a known command, None of others.
+
+    Known are some commands that change nothing outside of their shell.
+    """
     match words:
         case ["echo", text] if not text.startswith("-"):
             return True, folder, text
