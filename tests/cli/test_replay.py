@@ -1,3 +1,5 @@
+"""`hybridrl replay` of a run of somebody else."""
+
 import py_compile
 
 import pytest
