@@ -140,17 +140,20 @@ def test_in_another_thread_the_blocks_change_nothing():
 
 
 PROGRAM = """
-import atexit, os, sys, time
+import atexit, os, select, sys, time
 from hybridrl.driver.program import run_program
 from hybridrl.driver.run_context import RunContext
 def stop_slowly():
     print("stopping", flush=True)
-    sys.stdin.readline()  # takes as long as the test wants
+    while not select.select([0], [], [], 0.1)[0]:  # takes as long as the test wants
+        pass  # not one long read: a signal just before it is handled only after it
+    os.read(0, 1)
     print("stopped", flush=True)
 def work():
     try:
         print("working", flush=True)
-        time.sleep(60)
+        while True:
+            time.sleep(0.1)
     finally:
         stop_slowly()
 atexit.register(stop_slowly)  # as Ray registers its own shutdown
