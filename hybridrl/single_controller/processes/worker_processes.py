@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import cloudpickle
 
-from hybridrl.errors import PlacementError
+from hybridrl.errors import CallTimeout, PlacementError
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.invocation import CONTROL
 from hybridrl.single_controller.monitoring.process import PROCESS, PartTimes
@@ -29,6 +29,7 @@ SETUP_HINT = (
 )
 # Starting a process and importing torch takes seconds; minutes mean that the node does not answer.
 START_TIMEOUT_S = 300.0
+RESTART_TIMEOUT_S = 100.0  # for Ray to start a process where one has run before
 
 
 @dataclass
@@ -162,8 +163,8 @@ class WorkerProcesses:
 
         Raises:
             ValueError: some ranks of a process group are missing.
-            PlacementError: another driver started the processes, or a slot's node was lost and no other node has free
-                capacity.
+            PlacementError: another driver started the processes, a slot's node was lost and no other node has free
+                capacity, or a node does not start a process within `RESTART_TIMEOUT_S`.
         """
         self._restart(ranks, PartTimes(), timeout_s=timeout_s)
 
@@ -184,7 +185,25 @@ class WorkerProcesses:
             kill_processes([(self.nodes[rank], self.process_ids[rank]) for rank in ranks])
         pool.replace_lost_nodes()
         self._start_replacements(ranks, recipe, pool)
+        with times.part("start"):
+            self._await_start(ranks, timeout_s=min(timeout_s, RESTART_TIMEOUT_S))
         self._set_up(ranks, times, timeout_s=timeout_s)
+
+    def _await_start(self, ranks: Sequence[int], *, timeout_s: float) -> None:
+        """Wait until the nodes have started these processes; raises PlacementError after `timeout_s`.
+
+        Another restart on the same nodes would not help, but a new job may.
+        """
+        calls = [self.hosts[rank].__ray_ready__.remote() for rank in ranks]
+        try:
+            wait_all(calls, ranks, role=self.label, method="start", timeout_s=timeout_s)
+        except CallTimeout as error:
+            late = ", ".join(f"{self.label}-{rank} on node {self.nodes[rank]}" for rank in error.ranks)
+            raise PlacementError(
+                f"Ray has not started new processes in {timeout_s:g} s: {late}; the machine may lack memory or process "
+                "ids, see raylet.err in its Ray logs; start the same command again: it resumes from its newest "
+                "checkpoint"
+            ) from error
 
     def split_model_time(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Split the seconds of the part "model" as the slowest rank measured them."""

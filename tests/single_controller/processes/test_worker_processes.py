@@ -1,5 +1,9 @@
 """The options with which worker processes start, and which of them are restarted together."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from hybridrl.errors import PlacementError
@@ -15,6 +19,8 @@ from hybridrl.single_controller.ray_worker_group import (
 )
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
+
+ROOT = Path(__file__).parents[3]
 
 
 class Plain(Worker): ...
@@ -128,3 +134,12 @@ def test_a_process_group_is_restarted_with_a_new_rendezvous_and_the_other_one_go
         group.respawn(0, 1, 2, 3)
         assert group.sum_of_ranks() == [1, 1, 5, 5] and group.variables()[0] == group.variables()[1]
         assert (group.master_address, str(group.master_port)) == ("127.0.0.1", group.variables()[0][2])
+
+
+@pytest.mark.timeout(200)
+def test_a_node_that_starts_no_process_ends_a_restart_in_its_time():
+    command = [sys.executable, "-m", "tests.support.single_controller.starved_raylet"]
+    done = subprocess.run(command, cwd=ROOT, timeout=180, capture_output=True, text=True)
+    [line] = [line for line in done.stdout.splitlines() if " s: " in line]
+    seconds, _, text = line.partition(" s: ")
+    assert 5 <= float(seconds) < 30 and "has not started new processes in 5 s: lost-0 on node" in text
