@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.master.service.journal import history
-from hybridrl.master.state.events import WorkerJoined
-from tests.support.soak.sampling import Usage
+from tests.support.soak.sampling import Usage, worker_roles
 from tests.support.soak.slope import Slope, fit_slope, median_step_s, steps_per_second
 
 MIB = 1024**2
@@ -99,7 +97,7 @@ class Report:
 
 def read_samples(folder: Path, run: Path) -> list[dict[str, Any]]:
     """Return the samples, each with "usages"; workers are named after their roles, as the journal has them."""
-    labels = _labels(run)
+    labels = worker_roles(run)
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
         usages = [Usage(*values) for values in sample.pop("processes")]
@@ -109,16 +107,6 @@ def read_samples(folder: Path, run: Path) -> list[dict[str, Any]]:
 
 def _rest(usage: Usage) -> tuple[Any, ...]:
     return tuple(vars(usage).values())[1:]
-
-
-def _labels(run: Path) -> dict[int, str]:
-    """Return process id -> role of a worker."""
-    found = {}
-    for journal in (run / "master").glob("*"):
-        for entry in history(str(journal)):
-            if isinstance(entry.event, WorkerJoined):
-                found[entry.event.pid] = entry.event.slot.rpartition("-")[0]
-    return found
 
 
 def series_of(samples: Sequence[Mapping[str, Any]], value: Callable[[Usage], float]) -> dict[str, dict]:

@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.master.service.journal import history
+from hybridrl.master.state.events import WorkerJoined
 from tests.support.blind.processes import classify, descendants
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -88,3 +90,13 @@ def directory_bytes(folder: Path) -> int:
             with suppress(OSError):
                 total += os.stat(os.path.join(directory, name)).st_size
     return total
+
+
+def worker_roles(run: Path) -> dict[int, str]:
+    """Return process id -> role of every worker that a run has had, as its journal says."""
+    found = {}
+    for journal in (run / "master").glob("*"):
+        for entry in history(str(journal)):
+            if isinstance(entry.event, WorkerJoined):
+                found[entry.event.pid] = entry.event.slot.rpartition("-")[0]
+    return found

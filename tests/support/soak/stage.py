@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.support.blind.processes import classify, descendants, harm, resume
 from tests.support.blind.stage import PR_SET_CHILD_SUBREAPER, SHM, SHM_BYTES
 from tests.support.blind.surroundings import change_loopback
-from tests.support.soak.sampling import directory_bytes, read_usages, used_bytes
+from tests.support.soak.sampling import directory_bytes, read_usages, used_bytes, worker_roles
 
 POLL_PERIOD_S = 0.2
 START_TIMEOUT_S = 1800.0  # until the first step is complete, from which the soak counts
@@ -44,6 +44,7 @@ HARMS = {  # process of a run -> what is done to it, and how often relative to t
     ("reward process", "kill"): 1,
 }
 LONG_LIVED = ("driver", "master", "snapshot store")  # not harmed in the second half, so that each lives for long
+LONG_LIVED_ROLE = "actor"  # of the workers, likewise: its memory takes ten minutes to level off
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,9 @@ class Stage:
         harms = {harm: often for harm, often in HARMS.items() if not (is_late and harm[0] in LONG_LIVED)}
         process, how = self._chance.choices(list(harms), list(harms.values()))[0]
         found = classify(self._program, descendants(os.getpid())).get(process, [])
+        if is_late and process == "worker":
+            roles = worker_roles(Path(self.scene.run))
+            found = [pid for pid in found if roles.get(pid, LONG_LIVED_ROLE) != LONG_LIVED_ROLE]
         if not found:
             return  # it is being restarted; another one is drawn at the next poll
         pid = self._chance.choice(found)
