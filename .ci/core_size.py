@@ -45,7 +45,7 @@ OPTIONAL_ROOMS = (
     "hybridrl.config.schema.generation",
     "hybridrl.config.schema.preference",
     "hybridrl.config.unknown_keys",
-    "hybridrl.driver.ray_cluster",
+    "hybridrl.driver.cluster.ray_cluster",
     "hybridrl.driver.resume_command",
     "hybridrl.driver.supervisor",
     "hybridrl.evaluation",

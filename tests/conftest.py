@@ -33,7 +33,7 @@ sys.dont_write_bytecode = False  # this process has read the variable
 LONG_FILES = (
     "single_controller/test_failures.py",
     "framework/parallel/test_runner.py",
-    "driver/test_ray_cluster.py",
+    "driver/cluster/test_ray_cluster.py",
     "end_to_end/test_main_ppo.py",
     "workers/engine/megatron/test_architecture.py",
     "single_controller/test_ray_worker_group.py",

@@ -36,7 +36,8 @@ HOMES = {
     "starts a process": {
         "system/child_process.py": "every child: it ends with its parent, and takes along what it started",
         "system/child_guard.py": "the guard's own child",
-        "driver/cluster_holder.py": "a fork of its own, which holds the Ray cluster of this machine",
+        "driver/cluster/watch.py": "the program that ends what is left of a cluster when this process is killed",
+        "driver/cluster/holder.py": "a fork of its own, which holds the Ray cluster of this machine",
         "driver/supervisor.py": "forks that are drivers and must not load anything again; they end with the program",
         "testing/transport.py": "the peer of a suite for transports of users",
         "rewards/sandbox/local.py": "a sandbox: it ends with its control pipe, which ends with this process",

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hybridrl.driver.cluster_holder import HeldCluster
+from hybridrl.driver.cluster.holder import HeldCluster
 from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind, Source
 from hybridrl.system.child_guard import PR_SET_PDEATHSIG, prctl

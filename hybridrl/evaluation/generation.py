@@ -17,7 +17,7 @@ from hybridrl.config.schema.data import DataConfig
 from hybridrl.config.schema.generation import GenerationConfig
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.workers import ModelConfig
-from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.driver.cluster.ray_cluster import start_ray
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.output_files import OutputParts

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hybridrl.config.checks.megatron import model_problems
 from hybridrl.config.schema.workers import MegatronConfig
-from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.driver.cluster.ray_cluster import start_ray
 from hybridrl.errors import ConfigError
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool

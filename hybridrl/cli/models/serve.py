@@ -5,7 +5,7 @@ import os
 import sys
 
 from hybridrl.cli.models.export import model_directory
-from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.driver.cluster.ray_cluster import start_ray
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai.server import Endpoint

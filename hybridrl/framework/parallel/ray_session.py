@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from hybridrl.driver.ray_cluster import (
+from hybridrl.driver.cluster.ray_cluster import (
     AUTO,
     address_of_last_start,
     cluster_started_here,

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.driver import ray_cluster
-from hybridrl.driver.cluster_watch import shut_down_ray, watch_in_thread
+from hybridrl.driver.cluster import ray_cluster
+from hybridrl.driver.cluster.watch import shut_down_ray, watch_in_thread
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.import_path import load_object

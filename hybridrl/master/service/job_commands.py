@@ -8,8 +8,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from hybridrl.driver import ray_cluster
-from hybridrl.driver.ray_cluster import AUTO
+from hybridrl.driver.cluster import ray_cluster
+from hybridrl.driver.cluster.ray_cluster import AUTO
 from hybridrl.driver.text_table import text_table
 from hybridrl.errors import CallTimeout, ConfigError
 from hybridrl.master.service import run_journals

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridrl.config import SupervisedConfig
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.driver.ray_cluster import existing_cluster, start_ray
+from hybridrl.driver.cluster.ray_cluster import existing_cluster, start_ray
 from hybridrl.errors import WorkerLost
 from hybridrl.failure_policy import Decision
 from hybridrl.framework.stage import StageFn, spec_of

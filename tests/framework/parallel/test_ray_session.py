@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.driver import ray_cluster
+from hybridrl.driver.cluster import ray_cluster
 from hybridrl.errors import PlacementError
 from hybridrl.framework.parallel import ray_session
 from hybridrl.framework.parallel.group_member import NAMESPACE

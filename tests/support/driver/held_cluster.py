@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from hybridrl.driver import cluster_holder, cluster_watch
+from hybridrl.driver.cluster import holder, watch
 from hybridrl.system.child_guard import children_of
 
 
@@ -36,19 +36,19 @@ def hold(folder: Path) -> tuple[int, socket.socket]:
     ours, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
         ours.close()
-        cluster_holder.hold_cluster(lambda: start_stand_ins(folder), theirs, mask=set(), ignored=[signal.SIGTERM])
+        holder.hold_cluster(lambda: start_stand_ins(folder), theirs, mask=set(), ignored=[signal.SIGTERM])
     theirs.close()
     return pid, ours
 
 
 if __name__ == "__main__":
-    cluster_watch.FREEZE_TIMEOUT_S = float(sys.argv[2])
+    watch.FREEZE_TIMEOUT_S = float(sys.argv[2])
     if sys.argv[3:] == ["orphan"]:
         ended, parent = socket.socketpair()
         ended.close()
-        cluster_holder.hold_cluster(lambda: start_stand_ins(Path(sys.argv[1])), parent, mask=set(), ignored=[])
+        holder.hold_cluster(lambda: start_stand_ins(Path(sys.argv[1])), parent, mask=set(), ignored=[])
     if sys.argv[3:] == ["killed"]:
-        cluster = cluster_holder.HeldCluster(lambda: start_stand_ins(Path(sys.argv[1])), set(), ignored=[])
+        cluster = holder.HeldCluster(lambda: start_stand_ins(Path(sys.argv[1])), set(), ignored=[])
         cluster.request(close_fds=[])
         while cluster.poll_answer() is None:
             time.sleep(0.01)

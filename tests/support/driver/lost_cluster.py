@@ -1,7 +1,8 @@
 """A program without a supervisor whose Ray loses its GCS: `python -m tests.support.driver.lost_cluster HOW SIGNAL`.
 
 HOW is `program` or `submit`: what starts the cluster. Prints the ids of all processes of its cluster, then waits for a
-task that does not end. With HOW `end` the program ends instead, with an error of its own.
+task that does not end. With HOW `end` the program ends instead, with an error of its own; with HOW `killed` the signal
+goes to the program itself.
 """
 
 import os
@@ -9,8 +10,8 @@ import signal
 import sys
 import time
 
-from hybridrl.driver.cluster_watch import ClusterWatch
-from hybridrl.driver.ray_cluster import start_ray
+from hybridrl.driver.cluster.ray_cluster import start_ray
+from hybridrl.driver.cluster.watch import ClusterWatch
 from hybridrl.master.jobs.submit import connect
 
 
@@ -28,7 +29,7 @@ def wait_for_ever() -> None:
     time.sleep(1.0)
     print(*{*found, *watch._others}, flush=True)
     [gcs] = [pid for pid, name in watch._essential.items() if "GCS" in name]
-    os.kill(gcs, signal.Signals[sys.argv[2]])
+    os.kill(os.getpid() if sys.argv[1] == "killed" else gcs, signal.Signals[sys.argv[2]])
     if sys.argv[1] == "end":
         sys.exit("error: it was found before")
     ray.get(reference)

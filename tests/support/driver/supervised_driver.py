@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 
-from hybridrl.driver import cluster_holder, supervisor
+from hybridrl.driver import supervisor
+from hybridrl.driver.cluster import holder
 from hybridrl.driver.run_context import DriverLifecycle
 
 LIFECYCLE = DriverLifecycle()
@@ -107,7 +108,7 @@ def start_cluster_that_stops() -> str:
 
 
 if __name__ == "__main__":
-    cluster_holder.STOP_TIMEOUT_S = 2.0
+    holder.STOP_TIMEOUT_S = 2.0
     reports = sys.argv[1] == "reports_its_end"
     report_end = (lambda run_id, decision: emit("end", run_id, decision)) if reports else (lambda *_: None)
     supervise = supervisor.supervise

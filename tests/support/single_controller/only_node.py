@@ -9,7 +9,7 @@ import time
 
 import ray
 
-from hybridrl.driver.ray_cluster import start_local_cluster
+from hybridrl.driver.cluster.ray_cluster import start_local_cluster
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.system.child_guard import children_of

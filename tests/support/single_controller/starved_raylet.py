@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ray
 
-from hybridrl.driver.ray_cluster import start_local_cluster
+from hybridrl.driver.cluster.ray_cluster import start_local_cluster
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.processes import worker_processes

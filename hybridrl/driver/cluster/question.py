@@ -1,8 +1,8 @@
-"""The program that asks a Ray cluster whether it accepts this machine's token: `python cluster_question.py ADDRESS FD`.
+"""The program that asks a Ray cluster whether it accepts this machine's token: `python question.py ADDRESS FD`.
 
-`ray_cluster` runs this file in a process of its own. Ray's client makes the question, and a process that has made and
-dropped one before `ray.init` loses its actors on a cluster without tokens. The answer goes to the descriptor FD: "yes",
-or the name of the error's class and its text.
+`ray_cluster.py` runs this file in a process of its own. Ray's client makes the question, and a process that has made
+and dropped one before `ray.init` loses its actors on a cluster without tokens. The answer goes to the descriptor FD:
+"yes", or the name of the error's class and its text.
 """
 
 import os

@@ -4,7 +4,7 @@
 in the process that holds the cluster of a supervised run. `hybridrl job` and `submit` call `connect`.
 
 `ray.init` waits for minutes at an address where nothing answers, in code that no signal interrupts. Therefore `connect`
-first opens a connection and checks that a gRPC server answers. Then a process of its own (`cluster_question`) asks the
+first opens a connection and checks that a gRPC server answers. Then a process of its own (`question.py`) asks the
 cluster whether it accepts this machine's token.
 """
 
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridrl.driver.cluster_watch import watch_in_thread
+from hybridrl.driver.cluster.watch import watch_in_thread
 from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.driver.signals import keep_sigterm_handler
 from hybridrl.errors import ConfigError
@@ -36,7 +36,7 @@ OWN_CLUSTER = {"task_events_report_interval_ms": 0}
 START_TIMEOUT_S = 100.0  # of a local cluster's node: less than `CLUSTER_TIMEOUT_S` of the driver that waits for it
 NODE_POLL_PERIOD_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
-QUESTION = Path(__file__).with_name("cluster_question.py")
+QUESTION = Path(__file__).with_name("question.py")
 QUESTION_TIMEOUT_S = 60.0  # the program of the question loads Ray, which takes seconds on a busy machine
 QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal"}  # its error is reported here
 ANSWER_TIMEOUT_S = 10.0  # a cluster answers within milliseconds, on a busy machine within a second

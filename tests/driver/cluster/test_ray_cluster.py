@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.driver.ray_cluster import address_of_last_start
+from hybridrl.driver.cluster.ray_cluster import address_of_last_start
 from tests.support.driver.one_process import run_in_one_process
 from tests.support.driver.ray_head import free_port, own, ray_head
 
@@ -23,7 +23,7 @@ SUBMIT = (
 )
 START = (
     "from hybridrl.driver.program import run_program, set_up_logging\n"
-    "from hybridrl.driver.ray_cluster import start_ray\n"
+    "from hybridrl.driver.cluster.ray_cluster import start_ray\n"
     "def work():\n"
     "    start_ray(num_nodes={num_nodes})\n"
     "    import ray\n"
@@ -33,7 +33,7 @@ START = (
 )
 ACTOR = (
     "import time\n"
-    "from hybridrl.driver.ray_cluster import start_ray\n"
+    "from hybridrl.driver.cluster.ray_cluster import start_ray\n"
     "start_ray()\n"
     "import ray\n"
     "counter = ray.remote(type('Counter', (), {'n': 0, 'count': lambda self, by: by})).remote()\n"
@@ -43,7 +43,7 @@ ACTOR = (
 )
 TOKEN = "0123456789abcdef" * 4
 NOBODY = 65534
-FIND = "from hybridrl.driver import ray_cluster as r; print(r.clusters_here(), r.address_of_last_start())"
+FIND = "from hybridrl.driver.cluster import ray_cluster as r; print(r.clusters_here(), r.address_of_last_start())"
 LS = "import sys; from hybridrl.cli import main; sys.exit(main(['job', 'ls']))"
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from hybridrl.driver.cluster_watch import POLL_PERIOD_S, ClusterWatch, shut_down_ray
+from hybridrl.driver.cluster.watch import POLL_PERIOD_S, ClusterWatch, shut_down_ray
 from hybridrl.system.child_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, prctl
 from hybridrl.system.json_lines import RECEIVE_BYTES
 from hybridrl.system.process_stat import read_process_stat

@@ -9,11 +9,13 @@ import logging
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from hybridrl.driver.signals import is_terminating
@@ -29,6 +31,7 @@ SHUTDOWN_TIMEOUT_S = 8.0
 EXIT_CODE = 1  # of a program that ends with its cluster
 ESSENTIAL = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}  # as the kernel names them
 STDERR = 2
+LEFTOVERS = Path(__file__).with_name("leftovers.py")
 EXITING = threading.Event()  # set when the interpreter of a program with `watch_in_thread` ends
 
 
@@ -69,6 +72,11 @@ class ClusterWatch:
                 os.kill(pid, signal.SIGKILL)
         return ""
 
+    @property
+    def newest(self) -> list[int]:
+        """Process ids of the cluster, as the newest check has found them."""
+        return list(self._newest)
+
     def kill_rest(self) -> None:
         """Kill what the newest check has found in the cluster.
 
@@ -98,10 +106,11 @@ def watch_in_thread() -> None:
 
     The end is immediate: Ray calls of other threads would wait for a minute, until Ray itself ends the process.
     """
-    watch = ClusterWatch()
+    watch, leftovers = ClusterWatch(), Leftovers()
 
     def run() -> None:
         while not (lost := watch.check()):
+            leftovers.update(watch.newest)
             watch.sleep()
         if _is_ending():
             return watch.kill_rest()
@@ -112,6 +121,24 @@ def watch_in_thread() -> None:
 
     atexit.register(EXITING.set)  # called before Ray's own exit handler, which was registered when Ray was imported
     threading.Thread(target=run, name="cluster-watch", daemon=True).start()
+
+
+class Leftovers:
+    """The program that kills what is left of the cluster when this process is killed; it ends with this process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", str(LEFTOVERS)]
+        self._program = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        self._sent: list[int] = []
+
+    def update(self, pids: list[int]) -> None:
+        """Name the processes of the cluster again, if they are others."""
+        if pids == self._sent or self._program.stdin is None:
+            return
+        self._sent = pids
+        with suppress(OSError):  # someone has killed it; nothing else depends on it
+            self._program.stdin.write(" ".join(map(str, pids)) + "\n")
+            self._program.stdin.flush()
 
 
 def shut_down_ray() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.driver import cluster_watch
+from hybridrl.driver.cluster import watch as cluster_watch
 from hybridrl.system.child_guard import children_of
 from hybridrl.system.process_stat import read_process_stat
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="drivers are supervised on Linux only"),
     pytest.mark.timeout(120),
 ]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -138,6 +138,15 @@ def test_a_program_that_ends_while_rays_gcs_is_frozen_has_the_last_word_and_leav
             program.kill()
 
 
+@pytest.mark.timeout(120)
+def test_a_killed_program_without_a_supervisor_leaves_nothing_of_its_cluster():
+    command = [sys.executable, "-m", "tests.support.driver.lost_cluster", "killed", "SIGKILL"]
+    program = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=100)
+    assert program.returncode == -signal.SIGKILL
+    for pid in map(int, program.stdout.split()):  # Ray's agents would outlive it for more than 60 s
+        wait_until_gone(pid, within_s=10.0)
+
+
 def test_the_end_of_a_raylet_ends_the_wait_for_the_next_look_at_the_cluster(tmp_path, monkeypatch):
     raylet = tmp_path / "raylet"  # the kernel names a process after its file
     shutil.copy(shutil.which("sleep"), raylet)
@@ -156,7 +165,7 @@ def test_the_end_of_a_raylet_ends_the_wait_for_the_next_look_at_the_cluster(tmp_
 
 def test_a_program_whose_reader_is_gone_ends_with_its_cluster_all_the_same():
     code = (
-        "import ray; from hybridrl.driver import cluster_watch as w; print('step 1'); "
+        "import ray; from hybridrl.driver.cluster import watch as w; print('step 1'); "
         "w._end_program('a raylet', w.ClusterWatch())"
     )
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": ""}}
@@ -170,7 +179,7 @@ def test_a_program_whose_reader_is_gone_ends_with_its_cluster_all_the_same():
 def test_a_holder_whose_parent_is_gone_does_not_wait_for_ray_to_start():
     start = "lambda: (print('starts', flush=True), time.sleep(1000))"
     ours, theirs = socket.socketpair()
-    code = "import socket, time; from hybridrl.driver.cluster_holder import hold_cluster as hold; "
+    code = "import socket, time; from hybridrl.driver.cluster.holder import hold_cluster as hold; "
     code += f"hold({start}, socket.socket(fileno={theirs.fileno()}), mask=set(), ignored=())"
     options = {"stdout": subprocess.PIPE, "pass_fds": [theirs.fileno()]}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **options) as holder:
