@@ -87,6 +87,7 @@ setup(
             *("hypothesis>=6.170,<7", "gymnasium>=1.1,<2", "anthropic>=2.12,<3", "openai>=2.25,<4"),
             *("gguf>=0.17,<1", "accelerate>=1.1,<2", "pillow>=11,<14"),
             "matplotlib>=3.10,<4",  # figures of benchmarks and examples
+            "kubernetes-validate>=1.37,<2",  # the schema of examples/cluster/kuberay.yaml
             *("ruff>=0.17,<0.18", "import-linter>=2.16,<3", "mypy>=2.4,<3", "pre-commit>=4.7,<5"),
         ],
     },

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.autoscaler._private.util import prepare_config
+from ray.autoscaler._private.util import validate_config as check_ray_up
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.introspection import keys
@@ -30,6 +32,20 @@ def test_a_script_has_valid_syntax(name):
 def test_a_launcher_names_only_settings_that_exist(name):
     named = re.findall(r"\b((?:trainer|data|actor_rollout_ref|algorithm)(?:\.\w+)+)=", (CLUSTER / name).read_text())
     assert set(named) <= keys(PPOConfig).keys()
+
+
+def test_the_pods_of_kuberay_fit_the_schema_of_kubernetes():
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    cluster = read("kuberay.yaml")["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": group["template"]}
+        kubernetes.validate(pod, kubernetes.latest_version(), strict=True)
+
+
+def test_skypilot_reads_its_manifest():
+    sky = pytest.importorskip("sky")
+    task = sky.Task.from_yaml(str(CLUSTER / "sky.yaml"))
+    assert task.num_nodes == 2
 
 
 def test_functions_forward_sigterm_and_return_the_programs_own_exit_code():
@@ -66,6 +82,7 @@ def test_the_manifest_of_kuberay_has_the_machines_and_gpus_that_its_command_asks
 
 def test_the_other_manifests_have_what_their_launchers_read():
     sky, up = read("sky.yaml"), read("ray_up.yaml")
+    check_ray_up(prepare_config(up))  # against Ray's own schema
     assert {"num_nodes", "resources", "setup", "run", "file_mounts"} <= sky.keys()
     for script in (sky["setup"], sky["run"]):
         done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=20)
