@@ -9,6 +9,7 @@ next attempt number. A driver without a supervisor (a notebook, a test, `trainer
 reports are dropped. Nothing is restarted here.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -106,13 +107,14 @@ class DriverLifecycle:
 
     def _receive(self, channel: socket.socket) -> None:
         reader = MessageReader()
-        while data := channel.recv(RECEIVE_BYTES):
-            for message in reader.messages(data):
-                self._cluster_answers.put(message)
-        self.on_orphaned()
-        os.kill(
-            os.getpid(), signal.SIGKILL
-        )  # the main thread may block in a collective: an exception would not reach it
+        try:
+            with contextlib.suppress(ConnectionResetError):  # the end of a supervisor that had not read everything
+                while data := channel.recv(RECEIVE_BYTES):
+                    for message in reader.messages(data):
+                        self._cluster_answers.put(message)
+            self.on_orphaned()
+        finally:  # the main thread may block in a collective: an exception would not reach it
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Trace(Protocol):

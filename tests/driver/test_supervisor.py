@@ -103,9 +103,10 @@ def test_a_signal_reaches_the_driver_once(number, receiver):
     assert out.split() == [number.name] and program.returncode == 143
 
 
-def test_a_driver_ends_with_its_program():
-    program = start("waits_for_signal")
-    pid = int(program.stdout.readline().split()[1])
+@pytest.mark.parametrize("scenario", ["waits_for_signal", "stops_its_program"])
+def test_a_driver_ends_with_its_program(scenario):
+    program = start(scenario)
+    pid = int(program.stdout.readline().split()[-1])
     program.kill()
     program.communicate(timeout=30)
     until = time.monotonic() + 60

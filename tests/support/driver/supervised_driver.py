@@ -65,6 +65,15 @@ def requests_a_new_job() -> int:
     return 1
 
 
+def stops_its_program() -> int:
+    """Stop the supervisor, send it what it will not read, and wait."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    LIFECYCLE.report_step(1)
+    emit(os.getpid())
+    time.sleep(60)
+    return 0
+
+
 def freezes() -> int:
     emit("attempt", LIFECYCLE.attempt)
     if LIFECYCLE.attempt == 1:
