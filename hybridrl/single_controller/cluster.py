@@ -7,6 +7,7 @@ raylet port answers at once.
 import socket
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from hybridrl.errors import CallTimeout
@@ -64,6 +65,24 @@ def actor_names(prefix: str = "") -> list[str]:
 
     found = ray.util.list_named_actors(all_namespaces=True)
     return [entry["name"] for entry in found if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix)]
+
+
+def process_of(actor: Any) -> tuple[str, int]:
+    """Return node id and process id of an actor, also before it answers; "" and 0 if Ray does not say."""
+    from ray._private.state import state
+
+    with suppress(Exception):  # whatever the library raises whose cluster is being lost
+        found = state.actor_table(actor._actor_id.hex())
+        return found["Address"]["NodeID"], int(found["Pid"])
+    return "", 0
+
+
+def process_here(actor: Any) -> int:
+    """Return the process id of an actor on this node, 0 if it has no process here."""
+    import ray
+
+    node, pid = process_of(actor)
+    return pid if node == ray.get_runtime_context().get_node_id() else 0
 
 
 def slot_from_name(name: str) -> str:

@@ -9,10 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
-
-from hybridrl.system.machine import machine_id
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 STOPPED = "T"  # by SIGSTOP or SIGTSTP; a process under a debugger is in state t
@@ -73,33 +71,39 @@ class StopClock:
 
 
 class FreezeWatch:
-    """Kills the process that `set_process` named last when it is frozen. Waits in a thread of its own.
+    """Kills a process when it is frozen. Waits in a thread of its own.
 
     Args:
         what: Name of the process, for the log.
+        find: Returns the id of the process, 0 if it is not on this machine. Asked again whenever it has ended.
         consequence: What follows its end, for the log.
         kill: Kills a process by its id.
         timeout_s: See `StopClock`.
     """
 
     def __init__(
-        self, what: str, *, consequence: str, kill: Callable[[int], None], timeout_s: float = FREEZE_TIMEOUT_S
+        self,
+        what: str,
+        *,
+        find: Callable[[], int],
+        consequence: str,
+        kill: Callable[[int], None],
+        timeout_s: float = FREEZE_TIMEOUT_S,
     ) -> None:
-        self._what, self._consequence, self._kill = what, consequence, kill
-        self._clock, self._pid = StopClock(timeout_s), 0
+        self._what, self._find, self._consequence, self._kill = what, find, consequence, kill
+        self._clock, self._killed = StopClock(timeout_s), 0
         self._ended = threading.Event()
         threading.Thread(target=self._run, name=f"watch of {what}", daemon=True).start()
-
-    def set_process(self, process: Mapping[str, Any]) -> None:
-        """Watch this process if it is on this machine. process: its `pid` and `machine`."""
-        self._pid = process["pid"] if process["machine"] == machine_id() else 0
 
     def stop(self) -> None:
         self._ended.set()
 
     def _run(self) -> None:
+        pid = 0
         while not self._ended.wait(WATCH_PERIOD_S):
-            for pid in self._clock.check([self._pid] if self._pid else []):
-                self._pid = 0
-                logger.warning("%s, and %s", self._clock.describe(self._what, pid), self._consequence)
-                self._kill(pid)
+            if not pid or not read_process_stat(pid).state:
+                pid = self._find()
+            for frozen in self._clock.check([pid] if pid not in (0, self._killed) else []):
+                self._killed = frozen
+                logger.warning("%s, and %s", self._clock.describe(self._what, frozen), self._consequence)
+                self._kill(frozen)

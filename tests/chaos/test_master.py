@@ -8,8 +8,10 @@ import time
 import pytest
 
 from hybridrl.errors import WorkerLost
+from hybridrl.master.service.client import MasterClient
 from hybridrl.master.service.journal import history
 from hybridrl.master.state.tables import JobPhase
+from hybridrl.single_controller.cluster import process_here
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.system.process_stat import read_process_stat
@@ -65,6 +67,19 @@ def test_a_frozen_master_is_killed_by_the_driver_and_restarted(tmp_path):
         watch.report_step(1)
         after = wait_for(watch, lambda seen: seen["pid"] != pid and seen["step"] == 1)
         assert after["failures"] == () and group.own([1]) == [10]
+    wait_until_gone(watch.run, after["pid"])
+
+
+def test_a_master_that_is_frozen_before_it_has_answered_is_restarted_too(tmp_path):
+    with MasterClient(job="early", run="early-freeze", journal=str(tmp_path)) as watch:
+        while not (pid := process_here(watch.master)):
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGSTOP)
+        frozen = time.monotonic()
+        while read_process_stat(pid).state:
+            assert time.monotonic() < frozen + 10
+            time.sleep(0.01)
+        after = wait_for(watch, lambda seen: seen["pid"] != pid)
     wait_until_gone(watch.run, after["pid"])
 
 

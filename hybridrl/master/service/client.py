@@ -10,6 +10,7 @@ Starts it, reports progress to it, queries it, and ends it.
 A report takes microseconds and never blocks: a thread sends it, keeps it while the master is away, and sends it again.
 """
 
+import functools
 import logging
 import os
 import signal
@@ -31,7 +32,7 @@ from hybridrl.master.state.events import (
     slot_matches,
 )
 from hybridrl.master.state.tables import JOB_ENDS
-from hybridrl.single_controller.cluster import MASTER, actor_names, find_actor, get_value, master_name
+from hybridrl.single_controller.cluster import MASTER, actor_names, find_actor, get_value, master_name, process_here
 from hybridrl.single_controller.monitoring.heartbeat_client import HeartbeatClient, process_identity
 from hybridrl.single_controller.processes.on_node import start_detached
 from hybridrl.single_controller.processes.termination import kill_named, kill_process
@@ -103,9 +104,9 @@ class MasterClient:
         )
         hello = {"slot": driver, "name": f"{run}/{driver}"}
         self._on_stop, self._stop_received = on_stop or _stop_process, False
-        self._master_watch = FreezeWatch("the master", consequence="Ray restarts it", kill=kill_process)
-        commands: dict[str, Callable[[Any], None]] = {"stop": self._stop, "master": self._master_watch.set_process}
-        self._heartbeats = HeartbeatClient(master_name(run), hello, self._progress, commands)
+        find = functools.partial(process_here, self.master)
+        self._master_watch = FreezeWatch("the master", find=find, consequence="Ray restarts it", kill=kill_process)
+        self._heartbeats = HeartbeatClient(master_name(run), hello, self._progress, {"stop": self._stop})
 
     def _progress(self) -> dict[str, Any]:
         doing, since = self._activity

@@ -161,8 +161,6 @@ class MasterLoop:
             return
         if "hello" in message:
             self._by_slot[slot] = connection
-            if slot == self.journal.state.driver:  # it watches its master
-                connection.send({"master": {"pid": os.getpid(), "machine": self.machine_id}})
             unfinished = unfinished_effects(self.journal.state)
             self._execute(effect for effect in unfinished if isinstance(effect, StopTrainer))
         if "report" in message:

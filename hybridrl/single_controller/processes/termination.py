@@ -19,7 +19,8 @@ from hybridrl.single_controller.processes.on_node import start_task
 logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 20.0  # for another node to kill its processes
 
-ACTOR_CLASSES = (b"WorkerHost", b"JobSupervisorActor", b"JobMaster", b"SnapshotStore")  # Ray names processes so
+# Ray names processes so: after the actor's class, and before its constructor runs.
+PROCESS_NAMES = (b"WorkerHost", b"JobSupervisorActor", b"JobMaster", b"SnapshotStore", b"ray::IDLE")
 
 
 def kill_processes(processes: Iterable[tuple[str, int]], *, graceful: bool = False) -> None:
@@ -57,7 +58,7 @@ def kill_process(process_id: int, *, graceful: bool = False) -> None:
     """Kill a process of a job on this node; do nothing if it is gone or its id now belongs to another program."""
     try:
         command = Path(f"/proc/{process_id}/cmdline").read_bytes()
-        if any(name in command for name in ACTOR_CLASSES):
+        if any(name in command for name in PROCESS_NAMES):
             os.kill(process_id, signal.SIGTERM if graceful else signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         return

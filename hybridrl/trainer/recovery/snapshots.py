@@ -9,8 +9,8 @@ checkpoint is left: the job is then a new run on the cluster, and the processes 
 The driver uses this module; `SnapshotStore` runs in a process of its own.
 """
 
+import functools
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,10 +19,15 @@ import cloudpickle
 
 from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.errors import CallTimeout, ObjectLost
-from hybridrl.single_controller.cluster import find_actor, get_value, snapshot_store_name
+from hybridrl.single_controller.cluster import find_actor, get_value, process_here, process_of, snapshot_store_name
 from hybridrl.single_controller.processes.on_node import start_detached
-from hybridrl.single_controller.processes.termination import kill_actors, kill_named, kill_process, kill_run
-from hybridrl.system.machine import machine_id
+from hybridrl.single_controller.processes.termination import (
+    kill_actors,
+    kill_named,
+    kill_process,
+    kill_processes,
+    kill_run,
+)
 from hybridrl.system.process_stat import FreezeWatch
 from hybridrl.trainer.recovery.policies import ResumeState, StepSnapshot, wait_for_parts
 
@@ -43,10 +48,6 @@ class SnapshotStore:
     def __init__(self) -> None:
         self._unstored: list[Any] = []
         self._snapshots: list[tuple[Stored, Sequence[Any]]] = []  # each with references to the sizes of its parts
-
-    def process(self) -> dict[str, Any]:
-        """Return this process's id and its machine's."""
-        return {"pid": os.getpid(), "machine": machine_id()}
 
     def call(self, hosts: Sequence[Any], header: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Call a role's method in all processes; return references to the results and to their numbers of rows.
@@ -159,22 +160,29 @@ class SurvivingState(ResumeState):
         if self._store is None:
             self._store = start_snapshot_store(self.run_name)
         if self._watch is None:
-            consequence = "the next step starts a new one"
-            watch = self._watch = FreezeWatch("the snapshot store", consequence=consequence, kill=kill_process)
-            started = self._store.process.remote().future()
-            started.add_done_callback(lambda one: None if one.exception() else watch.set_process(one.result()))
+            self._watch = FreezeWatch(
+                "the snapshot store",
+                find=functools.partial(process_here, self._store),
+                consequence="the next step starts a new one",
+                kill=kill_process,
+            )
 
     def _replace_store(self, why: str) -> None:
         """Kill a snapshot store that is lost or does not answer, and wait until its name is free."""
         logger.warning("snapshot store of %s was lost (%s)", self.run_name, why)
-        self._end_watch()
-        self._store = None
+        self._kill_store()
         kill_named([snapshot_store_name(self.run_name)], timeout_s=STORE_KILL_TIMEOUT_S)
 
-    def _end_watch(self) -> None:
+    def _kill_store(self) -> None:
+        """Kill the store, also if it is frozen, and end its watch."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        if self._store is not None:
+            process = process_of(self._store)
+            kill_actors([self._store])
+            kill_processes([process])
+            self._store = None
 
     def store(self, snapshot: StepSnapshot) -> None:
         """Keep this snapshot for the next driver. Its ranks may still store their parts."""
@@ -195,10 +203,7 @@ class SurvivingState(ResumeState):
 
     def drop(self) -> None:
         """End the snapshot store, and with it all snapshots."""
-        self._end_watch()
-        if self._store is not None:
-            kill_actors([self._store])
-            self._store = None
+        self._kill_store()
 
 
 def load_surviving_state(run_name: str, lifecycle: DriverLifecycle) -> SurvivingState:

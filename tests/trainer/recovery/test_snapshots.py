@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from hybridrl.errors import ObjectLost, WorkerLost
-from hybridrl.single_controller.cluster import find_actor, snapshot_store_name
+from hybridrl.single_controller.cluster import find_actor, process_here, snapshot_store_name
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -60,7 +60,7 @@ def state():
 
 
 def store_pid():
-    return ray.get(find_actor(STORE).process.remote(), timeout=60)["pid"]
+    return process_here(find_actor(STORE))
 
 
 def take(state, groups, step):
