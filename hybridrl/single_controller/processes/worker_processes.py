@@ -24,8 +24,8 @@ from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
 SETUP_HINT = (
     "; a process imports its libraries in this time, so the machine may be overloaded: let it run less beside this "
-    "job, lower the number of processes, or set RAY_worker_niceness=0 in the environment (Ray starts workers with 15), "
-    "and start the same command again"
+    "job, lower the number of processes, or run `ray start` with RAY_worker_niceness=0 in its environment (with Ray's "
+    "15 workers yield to all other programs), and start the same command again"
 )
 # Starting a process and importing torch takes seconds; minutes mean that the node does not answer.
 START_TIMEOUT_S = 300.0

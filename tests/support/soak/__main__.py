@@ -44,7 +44,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
     "RAY_LOG_MONITOR_MAX_OPEN_FILES": "20",  # by default 200, which a soak of an hour does not reach
-    "RAY_worker_niceness": "0",  # Ray's 15 would make workers wait for everything else on the machine
 }
 
 
