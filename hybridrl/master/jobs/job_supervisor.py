@@ -24,6 +24,7 @@ from typing import Any
 
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
+from hybridrl.master.jobs import NOT_STARTED
 from hybridrl.master.jobs.job_context import JobContext, set_context
 from hybridrl.master.jobs.job_handle import GroupHandle, ResumePoint
 from hybridrl.master.jobs.recipes import worker_recipes
@@ -113,7 +114,10 @@ class JobSupervisor:
                     self._restart_job()
                 else:
                     self._report_resume_point()
-                self._processes.launch(recipes)
+                try:
+                    self._processes.launch(recipes)
+                except WorkerLost as error:
+                    raise _add_note(error, NOT_STARTED) from None
                 self._master.report_step(self._budgets.step)  # the job runs, also if nobody reports steps
                 self._run_all()
                 if self._stop_reason:

@@ -19,7 +19,7 @@ from hybridrl.driver.cluster.watch import shut_down_ray, watch_in_thread
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.import_path import load_object
-from hybridrl.master.jobs import NAME_VARIABLE
+from hybridrl.master.jobs import NAME_VARIABLE, NOT_STARTED
 from hybridrl.master.jobs.entrypoint import check_entries
 from hybridrl.master.jobs.job_handle import ResumePoint
 from hybridrl.master.jobs.roster import RosterAnswer, RosterState
@@ -260,7 +260,7 @@ def _start(
     except BaseException as error:
         ray.kill(supervisor, no_restart=True)
         if isinstance(error, WorkerLost):
-            error.add_note("the job has not started; start the same command again")
+            error.add_note(NOT_STARTED)
         raise
 
 

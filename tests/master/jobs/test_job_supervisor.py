@@ -14,6 +14,7 @@ from hybridrl.master.service.client import list_masters
 from hybridrl.master.service.job_commands import status
 from hybridrl.master.service.journal import replay
 from hybridrl.master.state.tables import JobPhase
+from hybridrl.single_controller.worker import Worker
 from hybridrl.system.process_stat import read_process_stat
 from tests.master.jobs.test_submit import SMALL, A, left_of, wait_until
 from tests.support.master.sample_job import (
@@ -66,6 +67,21 @@ def test_a_trainer_that_does_not_handle_a_loss_is_restarted_with_its_reported_pr
     assert any("actor-1 at step" in text and "killed by SIGKILL" in text for text in state.failures)
     assert ["(1 of 10 losses)" in text and "restarts actor-1" in text for text in state.decisions[:1]] == [True]
     wait_until(lambda: not left_of("loses-"))
+
+
+class EndsAtItsStart(Worker):
+    def __init__(self):
+        super().__init__()
+        os._exit(1)
+
+
+def test_a_process_that_is_lost_at_its_start_ends_the_job_with_what_to_do(tmp_path):
+    builder = DLJobBuilder().device_type("CPU").config({"out": str(tmp_path / "out")})
+    builder.trainer(waits_after_a_commit).resource(**SMALL)
+    job = builder.workload("actor", EndsAtItsStart).total(1).per_node(1).resource(**SMALL).build()
+    with pytest.raises(WorkerLost) as lost:
+        job.submit("ends-early", journal=str(tmp_path))
+    assert lost.value.method == "setup" and "start the same command again" in lost.value.__notes__[0]
 
 
 def test_processes_that_communicate_are_restarted_together(tmp_path):
