@@ -12,6 +12,7 @@ rules in `merging.py`, bytes in `serialization.py`, and references to remote bat
 """
 
 import copy
+import functools
 import logging
 import operator
 import os
@@ -163,7 +164,7 @@ class DataProto(Rows):
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike) -> Self:
         """Return the batch that `save_to_disk` wrote, on the CPU. The file cannot execute code."""
-        return _restore(cls, *serialization.load_plain(filepath))
+        return serialization.load_plain(filepath, functools.partial(_restore, cls))
 
     def to(self, device: str | torch.device) -> Self:
         """Move the tensors to a device, in place, and return the batch."""

@@ -9,7 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from hybridrl.data_plane.columns import jagged_dim, jagged_offsets, private_copy, without_holes
 from hybridrl.data_plane.conversion import TensorDict
 from hybridrl.data_plane.futures import StoredArray
-from hybridrl.data_plane.meta_info import GenerationRequest, UpdatePlan
+from hybridrl.data_plane.meta_info import GenerationRequest, Record, UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.system.atomic_write import atomic_write
 
@@ -26,6 +26,7 @@ from hybridrl.system.atomic_write import atomic_write
 EncodedTensor = tuple[Any, Any, Any]
 EncodedColumns = dict[str, EncodedTensor]
 Wrap = Callable[[Any], Any]  # of a numpy array
+T = TypeVar("T")
 
 # torch dtypes that numpy has under the same name.
 NUMPY_DTYPES = {"float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"}
@@ -147,22 +148,30 @@ def writable_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array if array.flags.writeable else array.copy() for name, array in arrays.items()}
 
 
-# Everything a file may name: constructors of plain data without side effects.
-PLAIN_DATA = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("builtins", "complex"),
-    ("builtins", "range"),
-    ("builtins", "slice"),
-    ("collections", "OrderedDict"),
-    ("datetime", "date"),
-    ("datetime", "datetime"),
-    ("datetime", "timedelta"),
-    (__name__, deserialize_single_tensor.__name__),
-    *((record.__module__, record.__name__) for record in (GenerationRequest, UpdatePlan)),
+def _plain_dtype(code: str, *_: Any) -> np.dtype:
+    """Return the dtype with this code, one that may be given a state."""
+    found = np.dtype(str(code), copy=True)
+    if found.kind == "V" or not found.itemsize:
+        raise DataError(f"numpy.dtype({code!r}) is not plain data; a batch file holds no arrays with fields")
+    return found
+
+
+# Everything a file may name: constructors of plain data without side effects, each with what stands for it.
+PLAIN_DATA: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): "ndarray",  # it is an argument only; called, it would allocate an array of any size
+    ("numpy", "dtype"): _plain_dtype,
+    ("numpy._core.multiarray", "_reconstruct"): lambda *_: np.empty(0, np.int8),
+    ("numpy._core.multiarray", "scalar"): None,  # None: itself
+    ("numpy._core.numeric", "_frombuffer"): None,
+    ("builtins", "complex"): None,
+    ("builtins", "range"): None,
+    ("builtins", "slice"): None,
+    ("collections", "OrderedDict"): None,
+    ("datetime", "date"): None,
+    ("datetime", "datetime"): None,
+    ("datetime", "timedelta"): None,
+    (__name__, deserialize_single_tensor.__name__): None,
+    **dict.fromkeys((record.__module__, record.__name__) for record in (GenerationRequest, UpdatePlan)),
 }
 
 
@@ -174,15 +183,48 @@ class _PlainPickler(pickle.Pickler):
             return deserialize_single_tensor, (serialize_single_tensor(value, wrap=bytearray),)
         if isinstance(value, StoredArray):
             return value.read().__reduce_ex__(5)
+        if isinstance(value, np.dtype):
+            _plain_dtype(value.str)
         if isinstance(value, type | FunctionType | BuiltinFunctionType):
             _check_plain(value.__module__, value.__qualname__)
         return NotImplemented
 
 
-class _PlainUnpickler(pickle.Unpickler):
+PythonUnpickler: Any = pickle._Unpickler  # its methods have no types
+
+
+class _PlainUnpickler(PythonUnpickler):
+    """Unpickler in Python: C's allocates as many entries of its memo as a file of 12 bytes says."""
+
     def find_class(self, module: str, name: str) -> Any:
         _check_plain(module, name)
-        return super().find_class(module, name)
+        return PLAIN_DATA[module, name] or super().find_class(module, name)
+
+    def load_build(self) -> None:
+        """Give the last object but one the last one as its state, if it is one that this library writes."""
+        filled, state = self.stack[-2:]
+        if not (isinstance(filled, Record) or _is_state_of_array(filled, state) or _is_state_of_dtype(filled, state)):
+            raise DataError(f"the state of a {type(filled).__name__} is not plain data")
+        super().load_build()
+
+    def load_bytearray8(self) -> None:
+        size = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(size)))  # no more than the file has
+
+    dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build, pickle.BYTEARRAY8[0]: load_bytearray8}
+
+
+def _is_state_of_array(value: Any, state: Any) -> bool:
+    """Return whether numpy may fill an array. Others may have the memory of one that is filled already."""
+    return isinstance(value, np.ndarray) and not value.size
+
+
+def _is_state_of_dtype(value: Any, state: Any) -> bool:
+    """Return whether a state changes byte order and unit only. numpy believes it, fields out of the array included."""
+    if not isinstance(value, np.dtype) or len(state) != (9 if value.kind in "mM" else 8) or state[0] != len(state) - 5:
+        return False
+    layout = zip(state[5:8], (value.itemsize, value.alignment, value.flags), strict=True)
+    return all(one is None for one in state[2:5]) and all(one in (-1, other) for one, other in layout)
 
 
 def _check_plain(module: str, name: str) -> None:
@@ -203,8 +245,8 @@ def save_plain(path: str | os.PathLike, content: tuple) -> None:
         _PlainPickler(file, protocol=5).dump((FILE_KIND, FILE_VERSION, *content))
 
 
-def load_plain(path: str | os.PathLike) -> tuple:
-    """Return what `save_plain` wrote. The file cannot execute code.
+def load_plain(path: str | os.PathLike, make: Callable[..., T]) -> T:
+    """Return `make(*content)` of what `save_plain` wrote. The file cannot execute code.
 
     Raises:
         DataError: It is not such a file, or damaged; the message names the path.
@@ -212,16 +254,9 @@ def load_plain(path: str | os.PathLike) -> tuple:
     with open(path, "rb") as file:
         try:
             kind, version, *content = _PlainUnpickler(file).load()
-        except (
-            pickle.UnpicklingError,
-            EOFError,
-            DataError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            IndexError,
-        ) as error:
-            raise DataError(f"{path} is not a batch file or is damaged: {error}") from error
-    if (kind, version) != (FILE_KIND, FILE_VERSION):
-        raise DataError(f"{path} is a {kind} file of version {version}, not {FILE_KIND} of version {FILE_VERSION}")
-    return tuple(content)
+            if (kind, version) == (FILE_KIND, FILE_VERSION):
+                return make(*content)
+        except Exception as error:  # a damaged file raises any of a dozen types
+            reason = " ".join(str(error).split())
+            raise DataError(f"{path} is not a batch file or is damaged: {reason:.300}") from error
+    raise DataError(f"{path} is a {kind} file of version {version}, not {FILE_KIND} of version {FILE_VERSION}")

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import resource
 from fractions import Fraction
 from itertools import accumulate
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.errors import DataError
 from hybridrl.protocol import (
     DataProto,
@@ -162,3 +164,64 @@ def test_a_file_that_is_no_batch_is_refused_and_runs_nothing(kind, tmp_path):
     with pytest.raises(DataError, match="batch"):
         DataProto.load_from_disk(path)
     assert not (tmp_path / "made").exists()
+
+
+class _Made:
+    """Is written to a file as a call of `function`, whose result then gets a state."""
+
+    def __init__(self, function, *arguments, state=None):
+        self.function, self.arguments, self.state = function, arguments, state
+
+    def __reduce__(self):
+        return self.function, self.arguments, self.state
+
+
+def hostile_files() -> dict[str, tuple[bytes, str]]:
+    """Return files by what they would do, each with the reason of its refusal."""
+
+    def file(value) -> bytes:
+        return pickle.dumps(("hybridrl.DataProto", 1, None, {}, {"value": value}), protocol=3)
+
+    outside = {"at": (np.dtype("O"), -4096)}  # a field before the array: what lies there would be read as an object
+    dtype = _Made(np.dtype, "U2", False, True, state=(3, "<", None, ("at",), outside, 8, 4, 8))
+    address = _Made(np.dtype, "U2", False, True, state=(3, "<", None, None, None, 8, 4, 63))
+    again = pickle.dumps((1, (1,), np.dtype("i8"), False, b"12345678"), protocol=3)[2:-1] + pickle.BUILD + pickle.STOP
+    plan = f"{UpdatePlan.__module__}\n{UpdatePlan.__name__}\n".encode()
+    start = pickle.PROTO + b"\5"
+    return {
+        "read other memory": (file(_Made(np.ndarray, (1,), dtype, b"12345678")), "the state of a StrDType"),
+        "use a text as an address": (file(_Made(np.ndarray, (1,), address, b"12345678")), "the state of a StrDType"),
+        "have fields": (file(_Made(np.dtype, "i4,O", False, True)), "no arrays with fields"),
+        "fill an array again": (pickle.dumps(np.arange(2), protocol=3)[:-1] + again, "the state of a ndarray"),
+        "take terabytes": (file(_Made(np.ndarray, (10**13,), "u1")), "object is not callable"),
+        "change a class": (start + pickle.GLOBAL + plan + pickle.EMPTY_DICT + b"b.", "the state of a type"),
+        "take 34 GB for its memo": (start + b"Nr\xff\xff\xff\x7f.", "NoneType"),
+        "take 8 GB for bytes": (start + pickle.BYTEARRAY8 + (8 << 30).to_bytes(8, "little") + b".", ""),
+    }
+
+
+@pytest.mark.parametrize("what", hostile_files())
+def test_a_file_neither_changes_nor_reads_memory_and_takes_what_it_holds(what, tmp_path):
+    content, reason = hostile_files()[what]
+    (tmp_path / "batch").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=f"batch is not a batch file or is damaged: .*{reason}"):
+        DataProto.load_from_disk(tmp_path / "batch")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "KiB"
+
+
+@pytest.mark.parametrize("code", ["?", "i1", ">i4", "f2", "c8", "U5", "S3", "M8[s]", "m8[3h]", "O"])
+def test_every_kind_of_array_arrives_from_a_file(code, tmp_path):
+    column = np.array([1, 0, 1]).astype(code)
+    saved = DataProto(non_tensor_batch={"x": column}, meta_info={"view": column[::2], "one": column[0]})
+    saved.save_to_disk(tmp_path / "batch")
+    back = DataProto.load_from_disk(tmp_path / "batch")
+    for found, expected in ((back.non_tensor_batch["x"], column), (back.meta_info["view"], column[::2])):
+        assert found.dtype in (expected.dtype, expected.dtype.newbyteorder("=")) and found.tolist() == expected.tolist()
+    assert back.meta_info["one"] == column[0] and type(back.meta_info["one"]) is type(column[0])
+
+
+def test_an_array_with_fields_is_refused_before_it_is_written(tmp_path):
+    with pytest.raises(DataError, match="no arrays with fields"):
+        three_rows(pairs=np.zeros(2, [("a", "i4"), ("b", "f4")])).save_to_disk(tmp_path / "batch")
+    assert not os.listdir(tmp_path)

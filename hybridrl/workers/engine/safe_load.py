@@ -45,9 +45,13 @@ def without_code(directory: str | Path) -> Iterator[None]:
         directory: An engine's directory in a checkpoint.
 
     Raises:
-        CheckpointError: `.metadata` names a class or function that no checkpoint needs, or is damaged.
+        CheckpointError: `.metadata` names a file elsewhere, or a class or function that no checkpoint needs, or is
+            damaged.
     """
-    read_metadata(os.path.join(directory, METADATA))
+    entries = getattr(read_metadata(os.path.join(directory, METADATA)), "storage_data", None) or {}
+    for file in {str(entry.relative_path) for entry in entries.values()}:
+        if os.path.basename(file) != file:
+            raise CheckpointError(f"{directory}/{METADATA} names {file!r}, which is no file of it; do not load it")
     before = os.environ.get(WEIGHTS_ONLY_VARIABLE)
     os.environ[WEIGHTS_ONLY_VARIABLE] = "1"
     try:
@@ -69,14 +73,20 @@ def read_metadata(path: str | Path) -> Any:
     """
     with open(path, "rb") as file:
         try:
-            return _MetadataUnpickler(file).load()
+            unpickler: Any = _MetadataUnpickler(file)
+            found = unpickler.load()
+            if max(unpickler.memo, default=0) > len(unpickler.memo):  # torch would take memory for what is between
+                raise ValueError("its memo has holes")
+            return found
         except CheckpointError as error:
             raise CheckpointError(f"{path} {error}") from None
         except Exception as error:  # a damaged pickle raises any of a dozen types
             raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
+    """Unpickler in Python: C's allocates as many entries of its memo as a file of 12 bytes says."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member

@@ -80,6 +80,17 @@ def test_code_in_the_metadata_does_not_run(saved, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("folder", ["..", "/tmp", "inner"])
+def test_no_file_outside_of_a_checkpoint_is_read(saved, folder):
+    directory, _ = saved
+    metadata = read_metadata(directory / METADATA)
+    for entry in metadata.storage_data.values():
+        entry.relative_path = os.path.join(folder, entry.relative_path)
+    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="which is no file of it"), without_code(directory):
+        pass
+
+
 def test_code_in_an_entry_does_not_run(tmp_path):
     dcp.save({"setting": Planted(tmp_path / "ran")}, checkpoint_id=tmp_path / "actor")
     with pytest.raises((CheckpointError, dcp.api.CheckpointException)), without_code(tmp_path / "actor"):
@@ -87,7 +98,8 @@ def test_code_in_an_entry_does_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle"])
+# The last one has 12 bytes, and Python's own unpickler takes 34 GB for it.
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle", b"\x80\x05}r\xff\xff\xff\x7f0N."])
 def test_damaged_metadata_are_named(saved, content):
     directory, _ = saved
     (directory / METADATA).write_bytes(content)
