@@ -1,13 +1,16 @@
 """`hybridrl replay` of a run of somebody else."""
 
+import os
 import py_compile
 
 import pytest
 import yaml
 
 from hybridrl.cli.replay import settings_of_run
-from hybridrl.errors import ConfigError
-from hybridrl.trainer.step_record.files import StepRecord
+from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.checkpoint.store import write_run_state
+from hybridrl.trainer.step_record.files import StageOutput, StepRecord, read_record, record_store, write_stages
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,37 @@ def test_no_module_and_no_compiled_file_of_a_foreign_run_is_imported_unless_it_i
     (tmp_path / "config.yaml").write_text(yaml.dump(settings))
     with pytest.raises(ConfigError, match=f"names Python code \\({key}="):
         settings_of_run(StepRecord(str(tmp_path), {}, []), [], trust=False)
+
+
+def one_stage(**changes) -> list[dict]:
+    return [{"name": "gen", "file": "00_gen.batch", "columns": []} | changes]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": {"actor": 10**9}},
+        {"ranks": {"actor": -1}},
+        {"ranks": {}},
+        {"why": ["nonfinite", 1]},
+        {"metrics": None},
+        {"stages": 5},
+        {"stages": one_stage(columns=["x"])},
+        {"stages": one_stage(file="pipe")},
+        {"stages": one_stage(file="../../../../../../etc/passwd")},
+        {"stages": one_stage(file=None)},
+    ],
+    ids=str,
+)
+def test_a_kept_step_of_somebody_else_is_read_or_refused_in_one_line(tmp_path, changes):
+    def write(directory):
+        stages = write_stages(os.path.join(directory, "stages"), [StageOutput("gen", DataProto())])
+        state = {"global_steps": 3, "why": ["3"], "ranks": {"actor": 1}, "metrics": {}, "states": {}, "stages": stages}
+        write_run_state(directory, state | changes, config_yaml="{}")
+        open(os.path.join(directory, ".metadata"), "x").close()  # of an engine
+
+    store = record_store(str(tmp_path))
+    os.mkfifo(os.path.join(store.commit(3, write), "stages", "pipe"))
+    with pytest.raises(CheckpointError, match=r"trainer.json is damaged \(\w+: .*\); restore it"):
+        read_record(str(tmp_path), 3)

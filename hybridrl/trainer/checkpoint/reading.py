@@ -64,7 +64,7 @@ def verify_manifest(path: str) -> int:
 
 def _read_manifest(path: str) -> tuple[int, dict[str, tuple[int, str]]]:
     """Return the step, and file -> (bytes, SHA-256); raise CheckpointError if the manifest is damaged."""
-    with _damage_named(path):
+    with damage_named(path):
         manifest = read_json(path)
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
         return int(manifest["step"]), files
@@ -146,7 +146,7 @@ def read_trainer_state(path: str) -> dict[str, Any]:
         CheckpointError: It is missing, damaged, or no state of a trainer.
     """
     file = os.path.join(path, TRAINER_STATE)
-    with _damage_named(file):
+    with damage_named(file):
         state = read_json(file)
         wrong = [key for key, kind in STATE_KINDS.items() if key in state and not isinstance(state[key], kind)]
         if wrong or state["global_steps"] < 0:
@@ -161,7 +161,7 @@ def read_settings(path: str) -> dict[str, Any]:
         CheckpointError: They are missing, damaged, or no mapping.
     """
     file = os.path.join(path, CONFIG)
-    with _damage_named(file), open(file, encoding="utf-8") as f:
+    with damage_named(file), open(file, encoding="utf-8") as f:
         settings = load_plain_yaml(f)
         if not isinstance(settings, dict):
             raise TypeError(f"a {type(settings).__name__}, not a mapping of settings")
@@ -169,9 +169,11 @@ def read_settings(path: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _damage_named(file: str) -> Iterator[None]:
+def damage_named(file: str) -> Iterator[None]:
     """Raise a CheckpointError with the file's name for whatever reading it raises."""
     try:
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise OSError("no file")  # to read from a pipe would wait
         yield
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())

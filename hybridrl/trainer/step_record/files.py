@@ -15,10 +15,13 @@ from typing import Any
 
 from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.checkpoint.reading import read_trainer_state, verify_manifest
-from hybridrl.trainer.checkpoint.store import CheckpointStore
+from hybridrl.trainer.checkpoint.reading import damage_named, read_trainer_state, verify_manifest
+from hybridrl.trainer.checkpoint.store import TRAINER_STATE, CheckpointStore
 
 RECORDS, STAGES, BEFORE, AFTER = "recorded", "stages", "before", "after"
+STATE_KINDS = {"why": list, "ranks": dict, "metrics": dict, "states": dict, "stages": list}
+"""What readers of a kept step's `trainer.json` rely on."""
+MAX_RANKS = 10_000
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ def read_stages(directory: str, stages: Sequence[Mapping[str, Any]]) -> list[Sta
     known: dict[str, Any] = {}
     outputs = []
     for stage in stages:
-        changed = DataProto.load_from_disk(os.path.join(directory, os.path.basename(stage["file"])))
+        file = os.path.join(directory, os.path.basename(stage["file"]))
+        if not os.path.isfile(file):  # to read from a pipe would wait
+            raise ValueError(f"{file} is no file")
+        changed = DataProto.load_from_disk(file)
         columns = known | StageOutput("", changed).columns()
         known = {name: columns[name] for name in stage["columns"]}
         outputs.append(StageOutput(stage["name"], DataProto.from_single_dict(known, changed.meta_info)))
@@ -112,4 +118,10 @@ def read_record(run: str, step: int) -> StepRecord:
     path = store.path(step)
     verify_manifest(path)
     state = read_trainer_state(path)
-    return StepRecord(path, state, read_stages(os.path.join(path, STAGES), state["stages"]))
+    with damage_named(os.path.join(path, TRAINER_STATE)):  # somebody else may have written it
+        wrong = [key for key, kind in STATE_KINDS.items() if not isinstance(state[key], kind)]
+        if wrong or not all(isinstance(one, str) for one in state["why"]):
+            raise ValueError(f"{wrong[0] if wrong else 'why'} is no value of a kept step")
+        if not state["ranks"] or not all(number in range(1, MAX_RANKS + 1) for number in state["ranks"].values()):
+            raise ValueError(f"ranks={state['ranks']}; a role has 1 to {MAX_RANKS}")
+        return StepRecord(path, state, read_stages(os.path.join(path, STAGES), state["stages"]))
