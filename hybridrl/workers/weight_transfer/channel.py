@@ -15,6 +15,7 @@ another.
 """
 
 import contextlib
+import hmac
 import json
 import secrets
 import socket
@@ -34,6 +35,32 @@ GRACE_S = 3.0
 CANCELLED = "cancelled"  # key of the reason
 POLL_PERIOD_S = 0.5  # how often a waiting sender looks for CANCELLED
 CONNECT_TIMEOUT_S = 2.0
+SIGNATURE_BYTES = 32
+
+
+class SignedStore(dist.PrefixStore):
+    """Messages of those who know the secret. torch's store shows its keys and values to whoever reaches the port."""
+
+    def __init__(self, secret: str, store: dist.Store):
+        super().__init__("channel", store)
+        self._secret = secret.encode()
+
+    def set(self, key: str, value: str) -> None:
+        signed: Any = self._signature(key, value.encode()) + value.encode()  # torch takes bytes, too
+        super().set(key, signed)
+
+    def get(self, key: str) -> bytes:
+        found = super().get(key)
+        signature, value = found[:SIGNATURE_BYTES], found[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, value)):
+            raise StaleWeightsError(
+                f"{KEY}: the message {key} of the weight channel is none of this job's: another program writes to the "
+                "channel's port; let no other users on these machines reach it"
+            )
+        return value
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + value, "sha256")
 
 
 @dataclass(frozen=True)
@@ -42,7 +69,7 @@ class ChannelAddress:
 
     Attributes:
         num_receivers: Their number; their ranks start at 0.
-        secret: Prefix of all keys. Who does not know it can reach the port, and neither read nor change a message.
+        secret: Signs all messages. Who reaches the port without it can read and delete messages, and write none.
     """
 
     transport: str
@@ -55,7 +82,7 @@ class ChannelAddress:
     def connect(self, *, timeout_s: float) -> dist.Store:
         """Return the sender's store, for a receiver. timeout_s: Limit of every operation."""
         store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=timeout_s), False)
-        return dist.PrefixStore(self.secret, store)
+        return SignedStore(self.secret, store)
 
     def cancel(self, reason: str) -> None:
         """End the sender's wait for its receivers with a StaleWeightsError of this reason.
@@ -91,7 +118,7 @@ class SenderEnd:
             store = dist.TCPStore(host, port, None, True, timeout, False, master_listen_fd=listener.fileno())
             listener.detach()  # the store closes it
         self.address = ChannelAddress(transport, host, port, num_receivers, timeout_s, secrets.token_hex(16))
-        self.store: dist.Store = dist.PrefixStore(self.address.secret, store)
+        self.store: dist.Store = SignedStore(self.address.secret, store)
         self._push = 0
 
     def start_push(self, version: int) -> list[PeerLocation]:

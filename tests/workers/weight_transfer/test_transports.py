@@ -265,14 +265,20 @@ def test_memory_is_shared_on_one_machine_only():
     assert slot_class(gpus, gpus[0]).__name__ == "HostSlot" and slot_class(gpus[:1], gpus[0]).__name__ == "GpuSlot"
 
 
-def test_a_stranger_at_the_port_cannot_speak_on_the_channel():
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_a_stranger_at_the_port_cannot_speak_on_the_channel(is_replayed):
     sender = streaming_sender("shared_memory", timeout_s=2.0, num_receivers=1)
     address = sender.address
+    receiver = address.connect(timeout_s=5.0)
+    receiver.set("0/ready/0", "{}")
     stranger = dist.TCPStore(address.host, address.port, None, False, timedelta(seconds=5), False)
-    for key in ("cancelled", "1/ready/0", "1/accepted/0", "1/announced/0"):
-        stranger.set(key, "{}")
-    with pytest.raises(CallTimeout, match="rank 0 did not receive .*version 1"):
+    (key,) = stranger.list_keys()  # torch tells everybody
+    for name in ("cancelled", "1/ready/0", "1/received/0/0"):
+        stranger.set(key.replace("0/ready/0", name), stranger.get(key) if is_replayed else "{}")
+    with pytest.raises(StaleWeightsError, match="the message 1/ready/0 of the weight channel is none of this job's"):
         sender.send(1, OutgoingWeights(model_like(1), torch.float32))
+    with pytest.raises(StaleWeightsError, match="none of this job's"):
+        receiver.get("1/received/0/0")
 
 
 def test_the_channel_listens_at_its_own_address_only():
