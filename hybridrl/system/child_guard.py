@@ -13,9 +13,11 @@ The guard ends as the child did: with the same exit status, or by the same signa
 sandbox: a child may kill it.
 """
 
+import codecs
 import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -32,6 +34,8 @@ PIPE_BYTES = 4096  # a pipe that is writable takes as much without blocking
 EXIT_NOT_STARTED = 127
 EXIT_TOO_MANY_PROCESSES = 125
 MIB = 1 << 20
+# As in `driver/terminal.py`: what a child prints may be a model's text.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def main() -> NoReturn:
@@ -122,6 +126,7 @@ class Guard:
         self.child, self.sources, self.control, self.parent = child, sources, control, parent
         self.max_processes, output_mb = limits["processes"], limits["output_mb"]
         self.output_mb, self.output_left = output_mb, None if output_mb is None else int(output_mb * MIB)
+        self.decoders = {source: codecs.getincrementaldecoder("utf-8")("replace") for source in sources}
         self.status: int | None = None
         self.too_many = self.has_dropped = False
         self.rest_until: float | None = None
@@ -150,7 +155,8 @@ class Guard:
         data = os.read(source, PIPE_BYTES)
         if not data:
             return False
-        self.write(self.sources[source], self.within_limit(data))
+        text = self.decoders[source].decode(self.within_limit(data))
+        self.write(self.sources[source], CONTROL.sub("\ufffd", text).encode())
         return True
 
     def within_limit(self, data: bytes) -> bytes:

@@ -54,6 +54,17 @@ def test_a_program_that_is_missing_ends_with_status_127(capfd):
     assert "cannot start no-such-program" in capfd.readouterr().err
 
 
+def test_what_a_program_prints_does_not_command_the_terminal(capfd):
+    escapes = "\x1b]0;title\x07\x1b[2J\x9b31m\r\b\x7f\u202e"
+    print_them = f"import sys; sys.stdout.write({escapes!r} + 'é\\n'); sys.stderr.write({escapes!r})"
+    child = ChildProcess([sys.executable, "-X", "utf8", "-c", print_them])
+    assert child.wait(30) == 0
+    child.end()
+    found = capfd.readouterr()
+    assert not {*"\x1b\x07\x9b\r\b\x7f\u202e"} & {*found.out, *found.err}
+    assert found.out.endswith("é\n") and "]0;title" in found.err
+
+
 def test_end_kills_a_stopped_program_at_once():
     child = ChildProcess(["sleep", "600"])
     start = time.monotonic()
