@@ -69,6 +69,27 @@ def test_a_call_is_answered_and_the_policy_continues(tiny_tokenizer):
     assert all(lp == 0 for lp, m in zip(output.response_logprobs, output.response_mask, strict=True) if not m)
 
 
+@pytest.mark.parametrize(("num_calls", "num_made"), [(3, 3), (129, 0)])
+def test_a_turn_with_more_calls_or_longer_answers_than_fit_ends_the_response_untokenized(
+    tiny_tokenizer, num_calls, num_made
+):
+    made = []
+
+    def large() -> str:
+        made.append(None)
+        return "x" * 2**19
+
+    class NeverRenders(lookup_agent_loop("tool_agent")):
+        def render_messages(self, calls, answers):
+            raise AssertionError("these answers fit into no response")
+
+    policy = ScriptedTurns(tiny_tokenizer, ['<tool_call>{"name": "large"}</tool_call>' * num_calls])
+    sampling = SamplingParams(10_000)
+    loop = NeverRenders(AgentLoopContext(tiny_tokenizer, 10_000, {"large": large}))
+    output = asyncio.run(loop.run(sampling, request=Request("r", PROMPT, sampling, 5), client=policy))
+    assert 0 not in output.response_mask and len(made) == num_made
+
+
 def test_the_whole_conversation_reads_as_the_chat_template_writes_it(tiny_tokenizer):
     output, _ = run(tiny_tokenizer, [CALL, "It is 5."])
     turns = [("user", "q"), ("assistant", CALL), ("tool", "5"), ("assistant", "It is 5.")]

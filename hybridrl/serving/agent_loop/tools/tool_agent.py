@@ -13,11 +13,12 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput, register_agent_loop
-from hybridrl.serving.agent_loop.tools.function_tools import call_tool, row_arguments
+from hybridrl.serving.agent_loop.tools.function_tools import MAX_ANSWER_CHARACTERS, call_tool, row_arguments
 from hybridrl.workers import images
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+MAX_CALLS = 128  # of one turn
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class ToolCall:
 
 @register_agent_loop("tool_agent")
 class ToolAgentLoop(AgentLoop):
-    """At most `max_turns` turns of the policy. A response ends where an answer does not fit any more."""
+    """At most `max_turns` turns of the policy, with `MAX_CALLS` each.
+
+    A response ends where answers do not fit any more.
+    """
 
     def __init__(self, context: AgentLoopContext):
         super().__init__(context)
@@ -50,10 +54,12 @@ class ToolAgentLoop(AgentLoop):
             if output.finish_reason != "stop" or turns == self.context.max_turns:
                 break
             calls = self.parse_tool_calls(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
-            if not calls:
+            if not calls or len(calls) > MAX_CALLS:
                 break
             answers = await asyncio.gather(*(self._answer(call, row) for call in calls))
             contents = [self.text_of(answer) for answer in answers]
+            if sum(len(text) for text, _ in contents) > MAX_ANSWER_CHARACTERS:
+                break  # before the event loop waits for its tokens
             tokens = self.render_messages(calls, [text for text, _ in contents])
             encoded = [image for _, own in contents for image in own]
             if not response.observe(*images.with_images(tokens, encoded, self.context.processor)):
