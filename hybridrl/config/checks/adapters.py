@@ -52,7 +52,9 @@ def read_saved_adapter(path: str) -> SavedAdapter:
     try:
         found = json.loads(file.read_text())
         rank, alpha = int(found["r"]), float(found["lora_alpha"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        if rank < 1 or not 0 < alpha < math.inf:
+            raise ValueError(f"r={rank} and lora_alpha={alpha:g} must be above 0")
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"model.lora_adapter_path={path}: {ADAPTER_CONFIG} of a LoRA adapter cannot be read ({error}); give a "
             "directory that peft's save_pretrained, or hybridrl export --adapter, has written"
