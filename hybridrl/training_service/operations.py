@@ -22,6 +22,7 @@ from hybridrl.training_service.state.store import SCHEME, Entry, Store, entry_te
 from hybridrl.workers.engine.base import StepOptions
 
 logger = logging.getLogger(__name__)
+MAX_UNSAVED_BYTES = 2 << 30  # of what a tenant's models keep to run it again, requests and answers
 CREATING = ("create_model", "load_weights")
 OPTIONS = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 BELOW_ONE = 1 - 1e-9
@@ -151,12 +152,25 @@ class ModelLane:
             if operation.kind != "forward_backward" or has_failed(earlier):
                 return earlier
         try:
+            if operation.kind == "forward_backward" and not operation.answer.done():
+                self._require_step(operation)
             body = self._result(operation)
             return body if isinstance(body, StoredAnswer) else StoredAnswer(json.dumps(body).encode())
         except LOST:
             raise
         except Exception as error:
             return failure(error)
+
+    def _require_step(self, operation: Operation) -> None:
+        """Raise DataError if the key's models keep too much for a repetition."""
+        with self._lock:
+            ledgers = [one.model.ledger for one in self._peers.values() if one.tenant == self.tenant]
+            num_bytes = sum(ledger.num_unsaved_bytes() for ledger in ledgers) + len(operation.body)
+        if num_bytes > MAX_UNSAVED_BYTES:
+            raise DataError(
+                f"the passes of this key since the last optim_step of their models have {num_bytes >> 20} MB, of "
+                f"{MAX_UNSAVED_BYTES >> 20}; call optim_step, or finish sessions"
+            )
 
     def _break(self, error: Exception) -> None:
         logger.error("model %s runs nothing more: its state cannot be stored or read", self.model.id, exc_info=error)

@@ -327,6 +327,22 @@ def test_waiting_requests_have_a_limit_of_memory_which_the_end_of_their_session_
     assert send_next.optim_step()["metrics"]["grad_norm:mean"] == 0.0
 
 
+def test_what_would_run_again_has_a_limit_until_the_next_step(service, monkeypatch):
+    monkeypatch.setattr("hybridrl.training_service.operations.MAX_UNSAVED_BYTES", 10_000)
+    client = ServiceClient(service)
+    model, other = client.create_model(rank=4), client.create_model(rank=4)
+    model.forward_backward([sequence(0)], "cross_entropy")
+    for full in (model, other, model):
+        with pytest.raises(OperationFailed, match="call optim_step"):
+            for _ in range(3):
+                full.forward_backward([sequence(0)], "cross_entropy")
+    requests = list((service._lanes[model.id].model.ledger.directory / "operations").glob("*.request"))
+    assert len(requests) <= 3, "what was refused is not kept"
+    for full in (model, other):
+        full.optim_step()
+    model.forward_backward([sequence(0)], "cross_entropy")
+
+
 def test_models_that_cannot_be_made_are_refused_in_their_answer(service):
     client = ServiceClient(service)
     with pytest.raises(OperationFailed, match="rank=9: this server trains adapters of rank 1 to 8"):

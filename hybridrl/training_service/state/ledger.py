@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 RESULTS_KEPT = 1024  # operations of a model whose answers can still be fetched
 REQUEST, RESULT, NOTE = ".request", ".result", "note"
 OF_USER = (DataError, ConfigError, NonFiniteError, CheckpointError)
+OPERATION_BYTES = 4096  # of one without a body
 MAX_AHEAD = 10_000  # operations that may wait for an earlier one
 
 
@@ -143,6 +144,11 @@ class Ledger:
         """Yield the operations that have not run, by number."""
         return (self._known[seq_id] for seq_id in sorted(self._known) if seq_id > self.done)
 
+    def num_unsaved_bytes(self) -> int:
+        """Return the bytes of what has run since the stored state: it is kept, to run again after a loss."""
+        unsaved = [one for seq_id, one in self._known.items() if self.saved < seq_id <= self.done]
+        return sum(len(one.body) + len(one.answer.result(timeout=0).body) + OPERATION_BYTES for one in unsaved)
+
     def drop_bodies(self) -> None:
         """Free the requests of a model that runs nothing more."""
         for operation in self._known.values():
@@ -170,7 +176,9 @@ class Ledger:
         if has_state:
             self.saved = operation.seq_id
             self._forget_before(operation.seq_id)
-        operation.body = b"" if has_state else operation.body
+        if has_state or has_failed(answer):
+            operation.body = b""
+            self._path(operation.seq_id, REQUEST).unlink(missing_ok=True)
         if not operation.answer.done():
             operation.answer.set_result(answer)
 
