@@ -76,7 +76,6 @@ EXCEPTIONS = {
         "asyncio.run_coroutine_threadsafe(value, _event_loop()).result()": "user code in a worker: its caller has a "
         "deadline",
     },
-    "trainer/recovery/snapshots.py": {"one.result()": DONE, "one.exception()": DONE},
     "system/child_guard.py": {"guard.wait()": SERVICE},
     "system/child_program.py": {"sock.recv(min(size, 1 << 20))": PARENT},
     "testing/transport.py": {"parent.recv()": "polled with a deadline right before"},

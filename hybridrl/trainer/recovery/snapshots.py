@@ -170,19 +170,8 @@ class SurvivingState(ResumeState):
     def _replace_store(self, why: str) -> None:
         """Kill a snapshot store that is lost or does not answer, and wait until its name is free."""
         logger.warning("snapshot store of %s was lost (%s)", self.run_name, why)
-        self._kill_store()
+        self.drop()
         kill_named([snapshot_store_name(self.run_name)], timeout_s=STORE_KILL_TIMEOUT_S)
-
-    def _kill_store(self) -> None:
-        """Kill the store, also if it is frozen, and end its watch."""
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-        if self._store is not None:
-            process = process_of(self._store)
-            kill_actors([self._store])
-            kill_processes([process])
-            self._store = None
 
     def store(self, snapshot: StepSnapshot) -> None:
         """Keep this snapshot for the next driver. Its ranks may still store their parts."""
@@ -202,8 +191,15 @@ class SurvivingState(ResumeState):
             self._store.drop_older.remote()
 
     def drop(self) -> None:
-        """End the snapshot store, and with it all snapshots."""
-        self._kill_store()
+        """End the snapshot store, also if it is frozen, and with it all snapshots."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if self._store is not None:
+            process = process_of(self._store)
+            kill_actors([self._store])
+            kill_processes([process])
+            self._store = None
 
 
 def load_surviving_state(run_name: str, lifecycle: DriverLifecycle) -> SurvivingState:
