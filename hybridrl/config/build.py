@@ -13,17 +13,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_origin
 
 from hybridrl import config as settings
-from hybridrl.config.introspection import (
-    BOUND_SIGNS,
-    SettingSpec,
-    changed,
-    dotted,
-    keys,
-    section_class,
-    sections,
-    value_at,
-    value_text,
-)
+from hybridrl.config import introspection
 from hybridrl.config.plugs import load_plugins
 from hybridrl.errors import ConfigError
 
@@ -93,8 +83,8 @@ def plug_problems(config: Any) -> Problems:
 
 def idle_problems(config: Any, *names: str, why: str) -> Problems:
     """Yield the settings of `changed` as ones that have no effect, for a reason such as "without trainer.lag"."""
-    for key, value in changed(config, *names).items():
-        yield f"{key}={value_text(value)}: has no effect {why}"
+    for key, value in introspection.changed(config, *names).items():
+        yield f"{key}={introspection.value_text(value)}: has no effect {why}"
 
 
 def raise_problems(problems: Iterable[str]) -> None:
@@ -121,8 +111,8 @@ def parse_override(word: str) -> Any:
 
 def override_problem(schema: type, name: str) -> str | None:
     """Return why a command line cannot set the key `name`, or None."""
-    known = keys(schema)
-    if name in known or name in {section.name for section in sections(schema)}:
+    known = introspection.keys(schema)
+    if name in known or name in {section.name for section in introspection.sections(schema)}:
         return None
     parent = next((known[name[:dot]] for dot in _dot_positions(name) if name[:dot] in known), None)
     if parent is None:
@@ -130,7 +120,7 @@ def override_problem(schema: type, name: str) -> str | None:
     return None if parent.free else f"{name}: {parent.name} is one value ({parent.type_name}) and has no keys below it"
 
 
-def convert(value: Any, key: SettingSpec) -> Any:
+def convert(value: Any, key: introspection.SettingSpec) -> Any:
     """Return `value` as the setting's type, if the conversion loses nothing.
 
     Raises:
@@ -149,45 +139,45 @@ def convert(value: Any, key: SettingSpec) -> Any:
         return [_allowed(item, key) for item in items]
     if kind is tuple:
         if not isinstance(value, list | tuple) or len(value) != len(args):
-            raise InvalidValue(f"must be a list of {len(args)} values, such as {value_text(key.default)}")
+            raise InvalidValue(f"must be a list of {len(args)} values, such as {introspection.value_text(key.default)}")
         return tuple(_allowed(_scalar(item, arg), key) for item, arg in zip(value, args, strict=True))
     return _allowed(_scalar(value, key.type), key)
 
 
 def _unknown_plugs(config: Any) -> Problems:
     schema: type = type(config)
-    for key in keys(schema).values():
+    for key in introspection.keys(schema).values():
         if key.registry is None:
             continue
-        value = value_at(config, key.name)
+        value = introspection.value_at(config, key.name)
         for name in value if isinstance(value, list) else [value]:
             if problem := key.registry.problem(name):
-                yield f"{key.name}={value_text(value)}: {problem}"
+                yield f"{key.name}={introspection.value_text(value)}: {problem}"
 
 
 def _section(cls: type, nested: Any, *, prefix: str, root: type, problems: list[str]) -> Any:
     """Return a filled section; errors go to `problems`, and their keys keep their defaults."""
     if not isinstance(nested, Mapping):
         problems.append(
-            f"{prefix}={value_text(nested)}: this is a group of settings; set one of its keys, such as "
+            f"{prefix}={introspection.value_text(nested)}: this is a group of settings; set one of its keys, such as "
             f"{prefix}.{fields(cls)[0].name}"
         )
         return cls()
-    known, values = keys(root), {}
+    known, values = introspection.keys(root), {}
     for field in fields(cls):
         if field.name not in nested:
             continue
-        name, value = dotted(prefix, field.name), nested[field.name]
-        section = section_class(field)
+        name, value = introspection.dotted(prefix, field.name), nested[field.name]
+        section = introspection.section_class(field)
         if section is not None:
             values[field.name] = _section(section, value, prefix=name, root=root, problems=problems)
             continue
         try:
             values[field.name] = convert(value, known[name])
         except InvalidValue as refused:
-            problems.append(f"{name}={value_text(value)}: {refused}")
+            problems.append(f"{name}={introspection.value_text(value)}: {refused}")
     own = {field.name for field in fields(cls)}
-    unknown = {dotted(prefix, str(name)): value for name, value in nested.items() if name not in own}
+    unknown = {introspection.dotted(prefix, str(name)): value for name, value in nested.items() if name not in own}
     problems.extend(
         settings.suggest_key(name, known) for name, value in unknown.items() if not settings.asks_nothing(name, value)
     )
@@ -211,7 +201,7 @@ def _scalar(value: Any, kind: type) -> Any:
     if kind in (int, float) and isinstance(value, str) and (number := _quoted_number(value)) is not None:
         return _scalar(number, kind)
     if kind is str and isinstance(value, float | bool):
-        raise InvalidValue(f"must be text; quote it twice: '\"{value_text(value)}\"'")
+        raise InvalidValue(f"must be text; quote it twice: '\"{introspection.value_text(value)}\"'")
     if not isinstance(value, kind) or (is_bool and kind is not bool):
         raise InvalidValue(f"must be {TYPE_WORDS[kind]}")
     if value == "":
@@ -227,19 +217,18 @@ def _quoted_number(text: str) -> int | float | None:
     return None
 
 
-def _allowed(value: Any, key: SettingSpec) -> Any:
+def _allowed(value: Any, key: introspection.SettingSpec) -> Any:
     if key.choices and value not in key.choices:
         raise InvalidValue(f"must be {key.range_text}")
     if isinstance(value, float) and math.isnan(value):
         raise InvalidValue("must be a number")
     if not all(BOUND_CHECKS[sign](value, limit) for sign, limit in key.bounds.items()):
-        raise InvalidValue(
-            f"must be {' and '.join(f'{BOUND_SIGNS[sign]} {limit:g}' for sign, limit in key.bounds.items())}"
-        )
+        bounds = (f"{introspection.BOUND_SIGNS[sign]} {limit:g}" for sign, limit in key.bounds.items())
+        raise InvalidValue(f"must be {' and '.join(bounds)}")
     return value
 
 
-def _expected_text(key: SettingSpec) -> str:
+def _expected_text(key: introspection.SettingSpec) -> str:
     return TYPE_WORDS.get(key.type, f"a {key.type_name}")
 
 

@@ -15,22 +15,14 @@ from inspect import isfunction
 from typing import Any
 
 from hybridrl.errors import ConfigError
-from hybridrl.single_controller import endpoints
-from hybridrl.single_controller.invocation import (
-    DEFAULT_TIMEOUT_S,
-    MAGIC_ATTR,
-    Dispatch,
-    Invocation,
-    endpoints_of,
-    register,
-)
+from hybridrl.single_controller import endpoints, invocation
 
 
 def rpc(
     name: str | Callable[..., Any] | None = None,
     export: bool = False,
     *,
-    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = invocation.DEFAULT_TIMEOUT_S,
     idempotent: bool = False,
     concurrency: int | None = None,
 ) -> Any:
@@ -50,8 +42,8 @@ def rpc(
     if name is not None and not isinstance(name, str) and not hasattr(name, "__name__"):
         raise ConfigError(f"rpc(name={name!r}): must be text or a function")
     chosen = name if name is None or isinstance(name, str) else name.__name__
-    mark = register(
-        Dispatch.ONE_TO_ALL, timeout_s=timeout_s, idempotent=idempotent, concurrency=concurrency, name=chosen
+    mark = invocation.register(
+        invocation.Dispatch.ONE_TO_ALL, timeout_s=timeout_s, idempotent=idempotent, concurrency=concurrency, name=chosen
     )
     return _Marker(mark, chosen, export)
 
@@ -104,7 +96,7 @@ def export_rpc_instance(namespace: str | None, instance: Any) -> None:
     Raises:
         ConfigError: The object has none, or a name is exported already.
     """
-    found = endpoints_of(type(instance))
+    found = invocation.endpoints_of(type(instance))
     if not found:
         raise ConfigError(f"export_rpc_instance: {type(instance).__name__} has no method with @rpc()")
     for name, (attribute, _) in found.items():
@@ -120,7 +112,7 @@ def endpoint_name(method: str | Callable[..., Any]) -> str:
     """Return the name that a call uses, for a name, a stub, or a marked function."""
     if isinstance(method, str):
         return method
-    record: Invocation | None = getattr(method, MAGIC_ATTR, None)
+    record: invocation.Invocation | None = getattr(method, invocation.MAGIC_ATTR, None)
     name = record.name if record is not None and record.name else getattr(method, "__name__", None)
     if name is None:
         raise TypeError(f"a call needs a name, a stub function or a marked method, not {method!r}")

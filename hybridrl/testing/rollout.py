@@ -17,15 +17,8 @@ from hybridrl.config.capabilities import SAMPLING
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.protocol import DataProto
+from hybridrl.testing import rollout_reference
 from hybridrl.testing.conformance import Check, expect, refuses, run_checks
-from hybridrl.testing.rollout_reference import (
-    VOCABULARY_SIZE,
-    greedy,
-    letters,
-    load_tiny_model,
-    log_probs,
-    save_tiny_model,
-)
 from hybridrl.workers.rollout.base import Rollout, RolloutSetup
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
@@ -51,11 +44,11 @@ def check_rollout(make: Callable[[RolloutSetup], Rollout], *, device: str = "cpu
         ConformanceError: The rollout breaks its contract; the message has the sentence that does not hold.
     """
     with tempfile.TemporaryDirectory(prefix="hybridrl-testing-") as folder:
-        path = save_tiny_model(Path(folder))
+        path = rollout_reference.save_tiny_model(Path(folder))
         config = replace(RolloutConfig(**SMALL), **settings)
         setup = RolloutSetup(path, config, EOS, PAD, PROMPT, RESPONSE, device=device, load_format="dummy")
         rollout = make(setup)
-        case = RolloutCase(rollout, path, load_tiny_model(path))
+        case = RolloutCase(rollout, path, rollout_reference.load_tiny_model(path))
         return run_checks(CHECKS, case, capabilities=rollout.capabilities, subject=f"{rollout.engine_name} rollout")
 
 
@@ -101,7 +94,7 @@ class RolloutCase:
     def expect_greedy(self, sampling: SamplingParams, *, what: str) -> None:
         """Compare the rollout's greedy responses with the plain model's."""
         for prompt, ours in zip(self.prompts, responses_of(self.generate(sampling)), strict=True):
-            plain = greedy(self.model, prompt, sampling, eos=EOS)
+            plain = rollout_reference.greedy(self.model, prompt, sampling, eos=EOS)
             expect(ours == plain, f"{what}: the rollout's tokens are {ours}, the plain model's are {plain}")
 
 
@@ -124,7 +117,7 @@ def responses_of(batch: DataProto) -> list[list[int]]:
 
 def _prompt(length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
-    return torch.randint(10, VOCABULARY_SIZE, (length,), generator=generator).tolist()
+    return torch.randint(10, rollout_reference.VOCABULARY_SIZE, (length,), generator=generator).tolist()
 
 
 # -- The checks, in the order in which they run. Each leaves complete weights behind.
@@ -173,7 +166,7 @@ def log_probs_are_the_models(case: RolloutCase) -> None:
         for prompt, response, ours in zip(
             case.prompts, responses_of(batch), batch.batch["rollout_log_probs"], strict=True
         ):
-            plain = log_probs(case.model, prompt, response, temperature=scale)
+            plain = rollout_reference.log_probs(case.model, prompt, response, temperature=scale)
             difference = (ours[: len(response)] - plain).abs().max().item()
             expect(difference < TOLERANCE, f"log-probs differ from the plain model's by {difference:.2g}")
             expect(bool((ours[len(response) :] == 0).all()), "log-probs of padding must be 0")
@@ -197,7 +190,7 @@ def samples_follow_seeds(case: RolloutCase) -> None:
 
 
 def a_push_replaces_all_weights(case: RolloutCase) -> None:
-    case.push(load_tiny_model(case.path, changed_by=3))
+    case.push(rollout_reference.load_tiny_model(case.path, changed_by=3))
     case.expect_greedy(case.sampling(), what="after a push of other weights")
     versions = case.generate(case.sampling()).batch["weights_version"].tolist()
     expect(set(versions) == {case.version}, f"weights_version is {versions} after a push of version {case.version}")
@@ -267,7 +260,7 @@ def sampling_is_honoured(case: RolloutCase) -> None:
     for name, sampling in _declared_sampling(case, free):
         plain = replace(sampling, do_sample=False)
         for prompt, ours in zip(case.prompts, responses_of(case.generate(sampling)), strict=True):
-            expected = greedy(case.model, prompt, plain, eos=EOS)
+            expected = rollout_reference.greedy(case.model, prompt, plain, eos=EOS)
             expect(ours == expected, f"{name}={getattr(sampling, name)!r} gave {ours} instead of {expected}")
 
 
@@ -283,7 +276,7 @@ def _declared_sampling(case: RolloutCase, free: list[list[int]]) -> Iterator[tup
         "presence_penalty": {"presence_penalty": 2.0},
         "frequency_penalty": {"frequency_penalty": 1.5},
         "min_tokens": {"min_tokens": RESPONSE - 2},
-        "stop": {"stop": (letters([middle]),)},
+        "stop": {"stop": (rollout_reference.letters([middle]),)},
         "stop_token_ids": {"stop_token_ids": (middle,)},
         "ignore_eos": {"ignore_eos": True},
     }

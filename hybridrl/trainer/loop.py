@@ -37,17 +37,9 @@ from hybridrl.trainer.checkpoint.store import CheckpointStore, check_engine_stat
 from hybridrl.trainer.data.prompt_loader import NoPrompts, PromptLoader
 from hybridrl.trainer.recovery.policies import RankPolicy, ResumeState, RetryPolicy
 from hybridrl.trainer.roles import ResourcePoolManager
+from hybridrl.trainer.run import setup
 from hybridrl.trainer.run.metrics import mean_metrics
 from hybridrl.trainer.run.middleware import Column, Middleware, apply_middleware
-from hybridrl.trainer.run.setup import (
-    disable_tracing,
-    enable_tracing,
-    open_tracking,
-    resume_checkpoint,
-    run_directory,
-    run_stages,
-    warn_about_small_batches,
-)
 from hybridrl.trainer.run.state import StatefulObjects, load_states, save_states
 from hybridrl.trainer.utilization import ModelUse, Utilization
 
@@ -96,9 +88,9 @@ class Trainer:
         self.ray_worker_group_cls = ray_worker_group_cls or single_controller.RayWorkerGroup
         self.resume_state, self.job = resume_state, resume_state.run_name
         trainer, num_rows = config.trainer, len(train_loader.dataset)
-        warn_about_small_batches(config, num_rows=num_rows)
+        setup.warn_about_small_batches(config, num_rows=num_rows)
         self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * train_loader.steps_per_epoch
-        self.store = CheckpointStore(run_directory(trainer), keep=trainer.max_ckpt_to_keep)
+        self.store = CheckpointStore(setup.run_directory(trainer), keep=trainer.max_ckpt_to_keep)
         self.saver = CheckpointSaver(self.store, trainer, min_checkpoint_bytes=min_checkpoint_bytes(model))
         self.ledger = StepLedger(self.store.root, rows=num_rows, order=train_loader.order)
         self.step_retry = RetryPolicy()
@@ -168,7 +160,7 @@ class Trainer:
             reattach: Whether to adopt processes that a previous driver left.
         """
         manager, trainer = self.resource_pool_manager, self.config.trainer
-        environment = enable_tracing(trainer, self.job, self.context)
+        environment = setup.enable_tracing(trainer, self.job, self.context)
         if issubclass(self.ray_worker_group_cls, LocalWorkerGroup):
             manager.create_resource_pool(job=self.job)
             pools = {role: manager.resource_pool_dict[pool] for role, pool in pool_of_role.items()}
@@ -201,7 +193,7 @@ class Trainer:
         self.groups = {}
         self.resume_state.drop()
         self.resource_pool_manager.release()
-        disable_tracing(self.context)
+        setup.disable_tracing(self.context)
 
     # ---- the loop
 
@@ -238,7 +230,7 @@ class Trainer:
 
     def _resume(self) -> None:
         self.identity = run_fingerprint(self.config)
-        path, snapshot = resume_checkpoint(self.store, self.config.trainer), self.resume_state.snapshot
+        path, snapshot = setup.resume_checkpoint(self.store, self.config.trainer), self.resume_state.snapshot
         if snapshot is not None:
             self.saver.committed = path
             self.ledger.resume_from(None, path=None, step=snapshot.step, num_updates={})
@@ -260,7 +252,7 @@ class Trainer:
         self.utilization = Utilization.measure(self.model_uses(), self.groups)
         start, end = self.global_steps, self.total_training_steps
         shown = None if self.config.trainer.val_only else end
-        with open_tracking(self.config, start_step=start, total_steps=shown) as self.tracking:
+        with setup.open_tracking(self.config, start_step=start, total_steps=shown) as self.tracking:
             self.run_remaining_steps()
 
     def run_remaining_steps(self) -> None:
@@ -273,7 +265,7 @@ class Trainer:
 
     def _run_stages(self) -> None:
         with self.context.termination.defer_sigterm(grace_s=self.config.trainer.grace_s):
-            run_stages(
+            setup.run_stages(
                 self.stages(),
                 max_step=self.total_training_steps - self.global_steps,
                 first_step=self.global_steps + 1,

@@ -30,16 +30,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers import rollout
 from hybridrl.workers.distillation import student_terms, teacher_terms
-from hybridrl.workers.engine.base import (
-    ROUTED_EXPERTS,
-    AdapterEngine,
-    Engine,
-    EngineSetup,
-    LossFn,
-    MicroBatching,
-    RoutingEngine,
-    TokenTerm,
-)
+from hybridrl.workers.engine import base
 from hybridrl.workers.engine.hf_model import overridden_config, vocabulary_size
 from hybridrl.workers.engine_worker import (
     computed_by,
@@ -109,7 +100,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
         )
         if "actor" in self.components:
             self._init_actor(total_optimizer_steps)
-        self.ref: Engine | None = None
+        self.ref: base.Engine | None = None
         if "ref" in self.components and not (
             "actor" in self.components and self.config.actor_rollout_ref.model.uses_lora
         ):
@@ -139,11 +130,11 @@ class ActorRolloutRefWorker(WeightPushMixin):
         )
         self.actor = self._set_up(make_engine(actor.strategy, setup))
 
-    def _student_terms(self) -> dict[str, TokenTerm]:
+    def _student_terms(self) -> dict[str, base.TokenTerm]:
         teacher = self.config.distillation
         return student_terms(teacher) if teacher.in_loss else {}
 
-    def _with_token_layout(self, setup: EngineSetup) -> EngineSetup:
+    def _with_token_layout(self, setup: base.EngineSetup) -> base.EngineSetup:
         """Return the setup with how the engines of the policy arrange the tokens of a micro-batch."""
         policy = self.config.actor_rollout_ref
         return replace(setup, packed=policy.model.use_remove_padding, share_prefixes=policy.actor.use_prefix_grouper)
@@ -160,7 +151,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
             self.config.distillation,
             num_tokens=vocabulary_size(required_path(policy.path), trust_remote_code=policy.trust_remote_code),
         )
-        self.teachers: dict[str, Engine] = {}
+        self.teachers: dict[str, base.Engine] = {}
         for key, path in self.config.distillation.teachers().items():
             setup = engine_setup(self.config, kind="causal_lm", path=path, settings=settings, device=self.device)
             setup = replace(self._with_token_layout(setup), token_terms=terms)
@@ -251,8 +242,8 @@ class ActorRolloutRefWorker(WeightPushMixin):
         outputs, routes = ("log_probs", "entropy", *more), {}
         with self._trained():
             if self.config.actor_rollout_ref.actor.router_replay.mode == "R2":
-                recorder = cast(RoutingEngine, self.actor)
-                out, routes[ROUTED_EXPERTS] = recorder.forward_with_routes(
+                recorder = cast(base.RoutingEngine, self.actor)
+                out, routes[base.ROUTED_EXPERTS] = recorder.forward_with_routes(
                     data, self._log_prob_micro(), outputs=outputs
                 )
             else:
@@ -278,8 +269,10 @@ class ActorRolloutRefWorker(WeightPushMixin):
 
     def _without_adapters(self, data: DataProto) -> dict[str, torch.Tensor]:
         """Return `ref_log_prob` (B, R) float32 of the actor's model without its adapters, which chooses its experts."""
-        data = data.select(non_tensor_batch_keys=[name for name in data.non_tensor_batch if name != ROUTED_EXPERTS])
-        with cast(AdapterEngine, self.actor).adapters_off():
+        data = data.select(
+            non_tensor_batch_keys=[name for name in data.non_tensor_batch if name != base.ROUTED_EXPERTS]
+        )
+        with cast(base.AdapterEngine, self.actor).adapters_off():
             out = self.actor.forward(data, self._ref_micro(), outputs=("log_probs",))
         return {"ref_log_prob": out["log_probs"]}
 
@@ -323,7 +316,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
         )
         own = None if "old_log_probs" in data.batch.keys() else OwnLogProbs(data, epochs=actor.ppo_epochs)
 
-        def make_loss(counts: GlobalCounts) -> LossFn:
+        def make_loss(counts: GlobalCounts) -> base.LossFn:
             loss = actor_loss(actor, counts, correction=correction, distillation=self.config.distillation)
             return loss if own is None else own.used_by(loss)
 
@@ -364,7 +357,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
                 self.actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank
             )
 
-    def _ref_micro(self) -> MicroBatching:
+    def _ref_micro(self) -> base.MicroBatching:
         ref = self.config.actor_rollout_ref.ref
         return micro_batching(
             ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
@@ -383,7 +376,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
                 rank=self.rank,
             )
 
-    def _log_prob_micro(self) -> MicroBatching:
+    def _log_prob_micro(self) -> base.MicroBatching:
         rollout = self.config.actor_rollout_ref.rollout
         return micro_batching(
             rollout.log_prob_use_dynamic_bsz,

@@ -20,17 +20,7 @@ from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
-from hybridrl.workers.engine.base import (
-    COMPUTED_TOKENS,
-    ROUTED_TOKENS,
-    ROW_TOKENS,
-    Engine,
-    EngineSetup,
-    LoRA,
-    LossFn,
-    MicroBatching,
-    resolve_dtype,
-)
+from hybridrl.workers.engine import base
 from hybridrl.workers.engine.checkpoint_files import raise_on_all_ranks
 from hybridrl.workers.engine.hf_model import overrides_for
 from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak
@@ -41,17 +31,17 @@ from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
 MIN_TOKENS = 0.5  # of a mini-batch that is trained; the share of rejected tokens is a float32
 
 
-def make_engine(strategy: str, setup: EngineSetup) -> Engine:
+def make_engine(strategy: str, setup: base.EngineSetup) -> base.Engine:
     """Return a new engine by its name or import path. The caller sets it up."""
     return ENGINES.lookup(strategy)(setup)
 
 
 def engine_setup(
     config: PPOConfig, *, kind: str, path: str | None, settings: EngineSettings, device: str
-) -> EngineSetup:
+) -> base.EngineSetup:
     """Return the setup of a model of a PPO job that is not trained. Workers replace what differs."""
     policy = config.actor_rollout_ref.model
-    return EngineSetup(
+    return base.EngineSetup(
         kind=kind,
         path=required_path(path),
         settings=settings,
@@ -71,7 +61,7 @@ def required_path(path: str | None) -> str:
     return path
 
 
-def lora_of(model: ModelConfig) -> LoRA | None:
+def lora_of(model: ModelConfig) -> base.LoRA | None:
     """Return the LoRA settings of a model, those of a saved adapter if it continues from one.
 
     None without LoRA.
@@ -81,28 +71,30 @@ def lora_of(model: ModelConfig) -> LoRA | None:
     """
     if model.lora_adapter_path is not None:
         saved = checks.read_saved_adapter(model.lora_adapter_path)
-        return LoRA(saved.rank, saved.alpha, path=model.lora_adapter_path)
-    return LoRA(model.lora_rank, model.lora_alpha, tuple(model.target_modules)) if model.lora_rank else None
+        return base.LoRA(saved.rank, saved.alpha, path=model.lora_adapter_path)
+    return base.LoRA(model.lora_rank, model.lora_alpha, tuple(model.target_modules)) if model.lora_rank else None
 
 
-def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_rows: int | None) -> MicroBatching:
+def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_rows: int | None) -> base.MicroBatching:
     """Return the micro-batching of a call, by rows or by tokens.
 
     By rows if `max_rows` is set and dynamic batches are off. There is no unlimited micro-batch: 256 sequences of 512
     tokens have 40 GB of logits over 150 000 words. Results do not depend on the cut.
     """
     by_tokens = use_dynamic_bsz or max_rows is None
-    return MicroBatching(max_tokens=max_tokens) if by_tokens else MicroBatching(max_rows=max_rows)
+    return base.MicroBatching(max_tokens=max_tokens) if by_tokens else base.MicroBatching(max_rows=max_rows)
 
 
-def computed_by(engine: Engine) -> dict[str, dict[str, float]]:
+def computed_by(engine: base.Engine) -> dict[str, dict[str, float]]:
     """Return `meta_info["metrics"]` with what an engine that shares prefixes has computed since the last call."""
     taken = engine.take_computed() if hasattr(engine, "take_computed") else {}
     return {"metrics": taken} if taken else {}
 
 
 @contextlib.contextmanager
-def on_device(engine: Engine, device: str, *, params: bool = False, optimizer: bool = False) -> Iterator[Engine]:
+def on_device(
+    engine: base.Engine, device: str, *, params: bool = False, optimizer: bool = False
+) -> Iterator[base.Engine]:
     """Keep the offloaded parts of an engine on its device during a block."""
     if params or optimizer:
         engine.to(device, params=params, optimizer=optimizer)
@@ -118,7 +110,7 @@ class EngineWorker(Worker):
 
     device: str
 
-    def _set_up(self, engine: Engine) -> Engine:
+    def _set_up(self, engine: base.Engine) -> base.Engine:
         """Set the engine up and register this worker's position on the engine mesh.
 
         Ranks with the same data-parallel rank get the same rows, and one of them returns the output.
@@ -138,15 +130,15 @@ class EngineWorker(Worker):
         Args:
             dtype: Setting of an engine or of the rollout: "auto", "float32", "bfloat16" or "float16".
         """
-        return matmul_peak(self.device, resolve_dtype(dtype, self.device))
+        return matmul_peak(self.device, base.resolve_dtype(dtype, self.device))
 
     def _update(
         self,
-        engine: Engine,
+        engine: base.Engine,
         data: DataProto,
-        micro: MicroBatching,
+        micro: base.MicroBatching,
         *,
-        make_loss: Callable[[GlobalCounts], LossFn],
+        make_loss: Callable[[GlobalCounts], base.LossFn],
         outputs: tuple[str, ...],
         epochs: int,
         prefix: str,
@@ -195,7 +187,7 @@ class TrainingWorker(EngineWorker):
     """A worker with one engine that is trained: its checkpoints and snapshots."""
 
     @property
-    def trained_engine(self) -> Engine:
+    def trained_engine(self) -> base.Engine:
         """Return the engine whose state checkpoints and snapshots have."""
         raise NotImplementedError
 
@@ -204,7 +196,7 @@ class TrainingWorker(EngineWorker):
         """Return the settings of that engine."""
         raise NotImplementedError
 
-    def _trained(self, *, optimizer: bool = False) -> AbstractContextManager[Engine]:
+    def _trained(self, *, optimizer: bool = False) -> AbstractContextManager[base.Engine]:
         """Return a block in which the trained engine, and its optimizer if asked for, is on its device."""
         offload = self._offload
         with_optimizer = optimizer and offload.optimizer_offload
@@ -269,12 +261,12 @@ def _with_shared_ratio(total: dict[str, float], prefix: str) -> dict[str, float]
 
     And those of an engine that replays routes by their metrics.
     """
-    if ROUTED_TOKENS in total:
+    if base.ROUTED_TOKENS in total:
         total = workers.routing_metrics(total, prefix)
-    if ROW_TOKENS not in total:
+    if base.ROW_TOKENS not in total:
         return total
-    ratio = 1 - total[COMPUTED_TOKENS] / total[ROW_TOKENS]
-    return {name: value for name, value in total.items() if name not in (ROW_TOKENS, COMPUTED_TOKENS)} | {
+    ratio = 1 - total[base.COMPUTED_TOKENS] / total[base.ROW_TOKENS]
+    return {name: value for name, value in total.items() if name not in (base.ROW_TOKENS, base.COMPUTED_TOKENS)} | {
         f"{prefix}/shared_prefix_ratio": ratio
     }
 

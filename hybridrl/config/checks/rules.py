@@ -14,14 +14,7 @@ from typing import Any
 from hybridrl.config import checks
 from hybridrl.config.build import Problems, idle_problems, raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
-from hybridrl.config.checks.engines import (
-    critic_engine_problems,
-    engine_problems,
-    routing_problems,
-    sft_token_budget_problems,
-    supervised_engine_problems,
-    token_budget_problems,
-)
+from hybridrl.config.checks import engines
 from hybridrl.config.checks.formulas import (
     estimator_problems,
     estimator_setting_problems,
@@ -111,8 +104,8 @@ def check_config(
     problems += policy_loss_problems(config, known=known_losses, own_agg_modes=own_agg_modes)
     needs_critic = config.distillation.task_rewards and config.algorithm.adv_estimator in critic_estimators
     with_critic = needs_critic if config.critic.enable is None else config.critic.enable
-    problems += critic_engine_problems(config, used=with_critic)
-    problems += token_budget_problems(config, with_critic=with_critic)
+    problems += engines.critic_engine_problems(config, used=with_critic)
+    problems += engines.token_budget_problems(config, with_critic=with_critic)
     raise_problems(problems)
 
 
@@ -309,7 +302,7 @@ def _tilde_hint(path: str) -> str:
 PPO_RULES: tuple[Callable[[PPOConfig], Problems], ...] = (
     data_file_problems,
     model_path_problems,
-    engine_problems,
+    engines.engine_problems,
     rollout_problems,
     mini_batch_problems,
     dataset_class_problems,
@@ -329,15 +322,15 @@ FEATURES: tuple[Feature, ...] = (
     (AHEAD_SETTINGS, lambda config: checks.ahead_problems(config)),
     (["trainer.min_ranks"], lambda config: checks.elastic_problems(config)),
     (CORRECTION_SETTINGS, lambda config: checks.rollout_correction_problems(config)),
-    (ROUTING_SETTINGS, routing_problems),
+    (ROUTING_SETTINGS, engines.routing_problems),
     (["reward_model"], lambda config: checks.reward_problems(config)),
     (["distillation"], lambda config: checks.distillation_problems(config)),
 )
 SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Problems], ...] = (
     data_file_problems,
     trained_model_path_problems,
-    supervised_engine_problems,
-    sft_token_budget_problems,
+    engines.supervised_engine_problems,
+    engines.sft_token_budget_problems,
     world_size_problems,
     validation_problems,
     record_problems,

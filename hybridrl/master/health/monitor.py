@@ -16,16 +16,7 @@ from hybridrl.master.health.kernel_process import PidfdWatch
 from hybridrl.master.health.low_resources import LowResourceDetector, low_memory_note
 from hybridrl.master.health.process_record import ProcessRecord
 from hybridrl.master.health.stragglers import StragglerDetector
-from hybridrl.master.state.events import (
-    TRAINER,
-    Event,
-    Kind,
-    WorkerFailed,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerRecovered,
-    WorkerSilent,
-)
+from hybridrl.master.state import events as job_events
 from hybridrl.master.state.reducer import JobState
 from hybridrl.master.state.tables import WorkerPhase
 from hybridrl.system.process_stat import FREEZE_TIMEOUT_S, STOPPED, ProcessStat, read_process_stat
@@ -66,7 +57,7 @@ class Monitor:
         self._machine_id, self._probe_remote, self._silence_timeout_s = machine_id, probe_remote, silence_timeout_s
         self._node_loss_reason = node_loss_reason
         self._last_check = time.monotonic()
-        self._events: list[Event] = []
+        self._events: list[job_events.Event] = []
         self._low_resources, self._stragglers = LowResourceDetector(run_directory), StragglerDetector()
         self._next_check = {self._low_resources: 0.0, self._stragglers: 0.0}
 
@@ -88,7 +79,7 @@ class Monitor:
 
     # -- messages
 
-    def handle_message(self, connection: Connection, message: Mapping[str, Any] | None) -> list[Event]:
+    def handle_message(self, connection: Connection, message: Mapping[str, Any] | None) -> list[job_events.Event]:
         """Process a message, or the end of a connection (None), and return the resulting events."""
         slot = connection.hello["slot"]
         process = self.processes.get(slot)
@@ -104,13 +95,13 @@ class Monitor:
             self._update(process, message["beat"])
         if "bye" in message:
             self.remove(slot)
-            return [WorkerLeft(slot, process.pid)]
+            return [job_events.WorkerLeft(slot, process.pid)]
         if process.is_silent:
             process.is_silent = False
-            return [WorkerRecovered(slot, process.pid)]
+            return [job_events.WorkerRecovered(slot, process.pid)]
         return []
 
-    def _register(self, connection: Connection) -> Event:
+    def _register(self, connection: Connection) -> job_events.Event:
         hello = connection.hello
         self.remove(hello["slot"])
         process = ProcessRecord(
@@ -121,7 +112,7 @@ class Monitor:
         self.processes[process.slot] = process
         size, rank = hello.get("group_size", 1), hello.get("rank", 0)
         printed = (hello.get("stdout", ""), hello.get("stderr", ""))
-        return WorkerJoined(
+        return job_events.WorkerJoined(
             process.slot, process.name, process.pid, process.node, process.machine, size, rank, *printed
         )
 
@@ -152,7 +143,7 @@ class Monitor:
             process.disconnected_at > since and process.pidfd_watch is not None for process in self.processes.values()
         )
 
-    def check(self) -> list[Event]:
+    def check(self) -> list[job_events.Event]:
         """Check all disconnected and silent processes and return the new events."""
         now = time.monotonic()
         if now - self._last_check > SELF_STALL_S:
@@ -173,8 +164,8 @@ class Monitor:
         events, self._events = self._events, []
         return [*events, *self._run_detectors(now)]
 
-    def _run_detectors(self, now: float) -> list[Event]:
-        warnings: list[Event] = []
+    def _run_detectors(self, now: float) -> list[job_events.Event]:
+        warnings: list[job_events.Event] = []
         for detector, period_s in ((self._low_resources, CAPACITY_PERIOD_S), (self._stragglers, STRAGGLER_PERIOD_S)):
             if now >= self._next_check[detector]:
                 self._next_check[detector] = now + period_s
@@ -185,7 +176,7 @@ class Monitor:
         """Mark every process of a node as lost."""
         for process in list(self.processes.values()):
             if process.node == node:
-                self._mark_lost(process, Kind.NODE, evidence)
+                self._mark_lost(process, job_events.Kind.NODE, evidence)
 
     def _is_lost_with_its_node(self, process: ProcessRecord) -> bool:
         """Return whether the node of a process is lost.
@@ -205,7 +196,7 @@ class Monitor:
             exit_reason = process.pidfd_watch.exit_reason()
             waited_s = time.monotonic() - (process.disconnected_at or process.last_message_at)
             if exit_reason is not None or waited_s > EXIT_STATUS_TIMEOUT_S:
-                self._mark_lost(process, Kind.DIED, exit_reason or "its process is gone")
+                self._mark_lost(process, job_events.Kind.DIED, exit_reason or "its process is gone")
         elif is_due:
             process.probed_at = time.monotonic()
             self._classify(process, read_process_stat(process.pid))
@@ -218,32 +209,32 @@ class Monitor:
         silence_s = now - process.last_message_at
         if stat is None and process.disconnected_at and now - process.disconnected_at > RECONNECT_TIMEOUT_S:
             evidence = f"its connection ended, and it did not reconnect within {RECONNECT_TIMEOUT_S:g} s"
-            self._mark_lost(process, Kind.DIED, evidence)
+            self._mark_lost(process, job_events.Kind.DIED, evidence)
         elif stat is not None and stat.state == "":
-            self._mark_lost(process, Kind.DIED, "its process is gone")
+            self._mark_lost(process, job_events.Kind.DIED, "its process is gone")
         elif silence_s < self._silence_timeout_s:
             return
         elif stat is not None and stat.state == STOPPED and not self._is_suspended(process):
             text = f"frozen: its process is stopped (SIGSTOP), and silent for {silence_s:.1f} s{_last_report(process)}"
-            self._events.append(WorkerFailed(Kind.FROZEN, process.slot, process.pid, text))
+            self._events.append(job_events.WorkerFailed(job_events.Kind.FROZEN, process.slot, process.pid, text))
         elif not process.is_silent:
             process.is_silent = True
             text = f"silent for {silence_s:.1f} s, {_stat_text(stat, process)}"
-            self._events.append(WorkerSilent(process.slot, process.pid, text))
+            self._events.append(job_events.WorkerSilent(process.slot, process.pid, text))
 
     def _is_suspended(self, process: ProcessRecord) -> bool:
         """Return whether a stopped process is no failure: Ctrl-Z in a terminal stops the driver with its workers.
 
         The supervisor of a submitted job has no terminal.
         """
-        driver = self.processes.get(TRAINER)
+        driver = self.processes.get(job_events.TRAINER)
         if process is driver:
             return True
         return driver is not None and driver.pidfd_watch is not None and read_process_stat(driver.pid).state == STOPPED
 
-    def _mark_lost(self, process: ProcessRecord, kind: Kind, evidence: str) -> None:
+    def _mark_lost(self, process: ProcessRecord, kind: job_events.Kind, evidence: str) -> None:
         self.remove(process.slot)
-        self._events.append(WorkerFailed(kind, process.slot, process.pid, evidence + _last_report(process)))
+        self._events.append(job_events.WorkerFailed(kind, process.slot, process.pid, evidence + _last_report(process)))
 
     # -- activities
 

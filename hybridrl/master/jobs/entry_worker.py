@@ -27,13 +27,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.job_context import JobContext, set_context
 from hybridrl.master.jobs.job_handle import GroupHandle, JobHandle, ResumePoint
 from hybridrl.master.plan.spec import TRAINER
-from hybridrl.single_controller import endpoints
-from hybridrl.single_controller.invocation import (
-    MAGIC_ATTR,
-    Dispatch,
-    Invocation,
-    endpoints_of,
-)
+from hybridrl.single_controller import endpoints, invocation
 from hybridrl.single_controller.monitoring.process import PROCESS
 from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
@@ -257,7 +251,7 @@ class _RunOfRole:
 
 
 def _export_methods(worker: Any) -> None:
-    for name, (attribute, _) in endpoints_of(type(worker)).items():
+    for name, (attribute, _) in invocation.endpoints_of(type(worker)).items():
         _export(name, getattr(worker, attribute))
 
 
@@ -267,14 +261,14 @@ def _export(name: str, function: Callable) -> None:
         endpoints.export(name, function)
 
 
-def exported_invocations() -> dict[str, Invocation]:
+def exported_invocations() -> dict[str, invocation.Invocation]:
     """Return name -> invocation of what this process offers to others.
 
     One without a mark goes to all ranks.
     """
     exported = {name: endpoints.find(name) for name in endpoints.names() if name not in (RUN, INTERRUPT, LIST)}
-    default = Invocation(Dispatch.ONE_TO_ALL)
-    return {name: getattr(function, MAGIC_ATTR, default) for name, function in exported.items()}
+    default = invocation.Invocation(invocation.Dispatch.ONE_TO_ALL)
+    return {name: getattr(function, invocation.MAGIC_ATTR, default) for name, function in exported.items()}
 
 
 def offered_arguments(context: JobContext) -> dict[str, Any]:

@@ -17,14 +17,8 @@ from hybridrl.errors import CallTimeout, ConfigError, PlacementError, WorkerLost
 from hybridrl.master.jobs.job_context import current_context
 from hybridrl.master.jobs.job_handle import RECOVERY_TIMEOUT_S, GroupHandle
 from hybridrl.master.service.client import exit_reason_of
+from hybridrl.single_controller import cluster
 from hybridrl.single_controller.awaiting import wait_all
-from hybridrl.single_controller.cluster import (
-    JOB_SUPERVISOR,
-    ROSTER_GROUP,
-    find_actor,
-    job_supervisor_name,
-    master_name,
-)
 from hybridrl.single_controller.invocation import Invocation
 from hybridrl.single_controller.monitoring.process import PROCESS
 
@@ -100,11 +94,11 @@ def lookup_roster(role: str) -> Roster:
 
 
 def _call_supervisor(run: str, method: str, *args: Any) -> Any:
-    supervisor: Any = find_actor(job_supervisor_name(run))
+    supervisor: Any = cluster.find_actor(cluster.job_supervisor_name(run))
     if supervisor is None:
         raise PlacementError(f"{method}({', '.join(map(repr, args))}) cannot be asked: the job {run} has ended")
-    call = getattr(supervisor, method).options(concurrency_group=ROSTER_GROUP).remote(*args)
-    [answer] = wait_all([call], role=JOB_SUPERVISOR, method=method, timeout_s=ANSWER_TIMEOUT_S)
+    call = getattr(supervisor, method).options(concurrency_group=cluster.ROSTER_GROUP).remote(*args)
+    [answer] = wait_all([call], role=cluster.JOB_SUPERVISOR, method=method, timeout_s=ANSWER_TIMEOUT_S)
     return answer
 
 
@@ -145,7 +139,7 @@ def loss_account(lost: WorkerLost) -> WorkerLost:
     """
     if lost.cause in PROCESS.lost_reasons.values():
         return lost
-    reason = exit_reason_of(find_actor(master_name(current_context().run)), lost.role, lost.rank)
+    reason = exit_reason_of(cluster.find_actor(cluster.master_name(current_context().run)), lost.role, lost.rank)
     return WorkerLost(lost.role, lost.rank, lost.method, reason) if reason else lost
 
 

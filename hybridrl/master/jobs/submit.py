@@ -29,17 +29,8 @@ from hybridrl.master.plan.spec import JobSpec
 from hybridrl.master.plan.submit_options import MasterOptions
 from hybridrl.master.service.journal import replay
 from hybridrl.master.service.run_journals import JOURNAL_ROOT
+from hybridrl.single_controller import cluster
 from hybridrl.single_controller.awaiting import wait_all
-from hybridrl.single_controller.cluster import (
-    JOB_SUPERVISOR,
-    NAMESPACE,
-    PROGRESS_GROUP,
-    RECOVERY_GROUP,
-    ROSTER_GROUP,
-    find_actor,
-    job_supervisor_name,
-    master_name,
-)
 from hybridrl.single_controller.placement.feasibility import check_feasible
 from hybridrl.single_controller.placement.placement_groups import cluster_nodes, remove_leftover_groups
 from hybridrl.single_controller.placement.plan import Plan, actor_options
@@ -79,9 +70,9 @@ class RunningJob:
             WorkerLost: The supervisor was lost with its cluster, or too often.
         """
         try:
-            [code] = wait_all([self.outcome], role=JOB_SUPERVISOR, method="outcome", timeout_s=timeout_s)
+            [code] = wait_all([self.outcome], role=cluster.JOB_SUPERVISOR, method="outcome", timeout_s=timeout_s)
         except WorkerLost as error:
-            if error.role == JOB_SUPERVISOR:
+            if error.role == cluster.JOB_SUPERVISOR:
                 error.add_note(
                     "the job ended with it; start the same command again; training resumes from what it has committed"
                 )
@@ -112,7 +103,7 @@ class RunningJob:
         """Stop the job: SIGTERM to its trainer, and 30 s later SIGKILL to what is left."""
         import ray
 
-        if not self.is_finished() and (master := find_actor(master_name(self.name))) is not None:
+        if not self.is_finished() and (master := cluster.find_actor(cluster.master_name(self.name))) is not None:
             master.stop.remote(reason)
             ray.wait([self.outcome], timeout=STOP_TIMEOUT_S)
         ray.kill(self.supervisor, no_restart=True)
@@ -244,18 +235,20 @@ def _start(
         options |= actor_options(reservation.resources)
     if plan.driver is not None and plan.driver.reservation.labels:
         options["label_selector"] = dict(plan.driver.reservation.labels)
-    concurrency_groups = {PROGRESS_GROUP: 1, RECOVERY_GROUP: 1, ROSTER_GROUP: ROSTER_THREADS}
+    concurrency_groups = {cluster.PROGRESS_GROUP: 1, cluster.RECOVERY_GROUP: 1, cluster.ROSTER_GROUP: ROSTER_THREADS}
     remote: Any = ray.remote  # its types lack concurrency groups
     process = remote(num_cpus=0, concurrency_groups=concurrency_groups)(JobSupervisorActor).options(
-        name=job_supervisor_name(plan.job),
-        namespace=NAMESPACE,
+        name=cluster.job_supervisor_name(plan.job),
+        namespace=cluster.NAMESPACE,
         max_restarts=master.max_restarts,
         max_task_retries=-1,
         **options,
     )
     supervisor = process.remote(spec.model_dump_json(), name, plan.job, journal, resume_point)
     try:
-        wait_all([supervisor.ping.remote()], role=JOB_SUPERVISOR, method="ping", timeout_s=master.start_timeout_s)
+        wait_all(
+            [supervisor.ping.remote()], role=cluster.JOB_SUPERVISOR, method="ping", timeout_s=master.start_timeout_s
+        )
         return RunningJob(plan.job, journal, supervisor, supervisor.outcome.remote())
     except BaseException as error:
         ray.kill(supervisor, no_restart=True)
@@ -337,7 +330,7 @@ class JobSupervisorActor:
 
 def _has_started(run: str, journal: str) -> bool:
     """Return whether an earlier supervisor of this run was lost: its master is there, or its journal."""
-    return find_actor(master_name(run)) is not None or replay(journal)[0].run == run
+    return cluster.find_actor(cluster.master_name(run)) is not None or replay(journal)[0].run == run
 
 
 def _exit_process() -> None:

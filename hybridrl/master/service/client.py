@@ -21,16 +21,7 @@ from typing import Any, Self
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
 from hybridrl.master.service.job_master import JobMaster, MasterSettings
-from hybridrl.master.state.events import (
-    TRAINER,
-    CheckpointCommitted,
-    Event,
-    JobEnded,
-    JobStarted,
-    StepCompleted,
-    encode,
-    slot_matches,
-)
+from hybridrl.master.state import events
 from hybridrl.master.state.tables import JOB_ENDS
 from hybridrl.single_controller.cluster import MASTER, actor_names, find_actor, get_value, master_name, process_here
 from hybridrl.single_controller.monitoring.heartbeat_client import HeartbeatClient, process_identity
@@ -81,14 +72,14 @@ class MasterClient:
         hang_s: float = MasterSettings.hang_s,
         on_stop: Callable[[str], None] | None = None,
         supervisor_pid: int = 0,
-        driver: str = TRAINER,
+        driver: str = events.TRAINER,
         spec: str = "",
         plan: str = "",
     ) -> None:
         self.run, self.step, self.commit = run, 0, ""
         self._activity: tuple[str | None, float] = (None, time.perf_counter())
         self._calls = 0
-        job_started = JobStarted(
+        job_started = events.JobStarted(
             job,
             run,
             replicas=tuple(replicas),
@@ -125,9 +116,9 @@ class MasterClient:
 
     # -- reports
 
-    def send(self, event: Event) -> None:
+    def send(self, event: events.Event) -> None:
         """Send an event to the master. Returns at once."""
-        self._heartbeats.send(encode(event))
+        self._heartbeats.send(events.encode(event))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the master has acknowledged all events, at most `timeout_s`.
@@ -147,13 +138,13 @@ class MasterClient:
     def report_step(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Report that a step starts, which also completes the previous one. metrics: shown by `job status`."""
         self.step = step
-        self.send(StepCompleted(step, dict(metrics or {})))
+        self.send(events.StepCompleted(step, dict(metrics or {})))
 
     def report_commit(self, step: int, path: str) -> None:
         """Report a commit. Reporting the same one again has no effect."""
         if path != self.commit:
             self.commit = path
-            self.send(CheckpointCommitted(step, path))
+            self.send(events.CheckpointCommitted(step, path))
 
     # -- queries
 
@@ -182,7 +173,7 @@ class MasterClient:
             timeout_s: Longest wait for the master's acknowledgement.
         """
         self.leave_stage()
-        self.send(JobEnded(succeeded, reason))
+        self.send(events.JobEnded(succeeded, reason))
         if not self._heartbeats.drain(timeout_s):
             logger.warning(
                 "the master of %s did not acknowledge the end of the job within %g s; its journal may lack it",
@@ -211,7 +202,7 @@ class MasterClient:
         self.close()
 
 
-def start_master(job_started: JobStarted, journal: str, settings: MasterSettings) -> Any:
+def start_master(job_started: events.JobStarted, journal: str, settings: MasterSettings) -> Any:
     """Start the master of this process's run on the same node, and return its actor without waiting.
 
     Raises:
@@ -254,7 +245,7 @@ def exit_reason_of(master: Any, role: str, rank: int) -> str:
         return ""
     try:
         workers = get_value(master.describe.remote(), what="workers", timeout_s=EXIT_REASON_TIMEOUT_S)["workers"]
-        slots = [name for name in workers if slot_matches(name, role, rank)] or [f"{role}-{rank}"]
+        slots = [name for name in workers if events.slot_matches(name, role, rank)] or [f"{role}-{rank}"]
         query = master.exit_reason.remote(slots[0], EXIT_REASON_TIMEOUT_S)
         return get_value(query, what="exit reason", timeout_s=2 * EXIT_REASON_TIMEOUT_S)
     except (ray.exceptions.RayError, CallTimeout):

@@ -21,34 +21,10 @@ from hybridrl.master.health.heartbeat_server import LOOPBACK, Connection, Heartb
 from hybridrl.master.health.monitor import Monitor
 from hybridrl.master.health.process_record import ProcessRecord
 from hybridrl.master.service.journal import JournaledState, JournalEntry, history
-from hybridrl.master.state.events import (
-    DRIVERS,
-    TRAINER,
-    Effect,
-    Event,
-    JobEnded,
-    JobStarted,
-    KillProcess,
-    Kind,
-    NotifyTrainer,
-    RecoveryNeeded,
-    ReleaseJob,
-    StopRequested,
-    StopTrainer,
-    WorkerFailed,
-    WorkerJoined,
-    decode,
-    slot_matches,
-)
+from hybridrl.master.state import events
 from hybridrl.master.state.reducer import to_json, unfinished_effects
 from hybridrl.master.state.tables import JOB_ENDS, WorkerPhase
-from hybridrl.single_controller.cluster import (
-    accepts_connections,
-    find_actor,
-    get_value,
-    job_supervisor_name,
-    master_name,
-)
+from hybridrl.single_controller import cluster
 from hybridrl.single_controller.processes.on_node import start_task
 from hybridrl.single_controller.processes.termination import kill_named, kill_process, kill_processes, kill_run
 from hybridrl.system.machine import machine_id
@@ -80,7 +56,7 @@ class MasterLoop:
     """
 
     def __init__(
-        self, job_started: JobStarted, journal: str, settings: MasterSettings, trainer: dict[str, Any]
+        self, job_started: events.JobStarted, journal: str, settings: MasterSettings, trainer: dict[str, Any]
     ) -> None:
         import ray
 
@@ -93,7 +69,7 @@ class MasterLoop:
         run_directory = os.path.dirname(os.path.abspath(journal))
         self.monitor = Monitor(self.machine_id, self._probe_remote, self._node_loss_reason, run_directory=run_directory)
         self.hangs = HangDetector(self.monitor, self._request_stacks, journal=journal, hang_s=settings.hang_s)
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self._probes: list[tuple[Any, Callable[[ProcessStat | None], None]]] = []
         self._by_slot: dict[str, Connection] = {}
         self._finished_at = 0.0
@@ -104,7 +80,7 @@ class MasterLoop:
         # A trainer that dies before its first message must not leave a master behind, so it joins here.
         driver = self.journal.state.driver
         if driver not in self.journal.state.workers:
-            self._apply(WorkerJoined(driver, f"{job_started.run}/{driver}", **trainer))
+            self._apply(events.WorkerJoined(driver, f"{job_started.run}/{driver}", **trainer))
         self.monitor.expect_workers(self.journal.state)
         self._execute(unfinished_effects(self.journal.state))
 
@@ -112,7 +88,7 @@ class MasterLoop:
     def address(self) -> tuple[str, int, str]:
         return self.server.host, self.server.port, self._token
 
-    def enqueue(self, event: Event) -> None:
+    def enqueue(self, event: events.Event) -> None:
         """Queue an event for the master's thread."""
         self._queue.put(event)
 
@@ -128,7 +104,7 @@ class MasterLoop:
                 time.sleep(TICK_S)
         self.journal.close()
         self.server.close()
-        kill_run(self.journal.state.run, exclude=master_name(self.journal.state.run))
+        kill_run(self.journal.state.run, exclude=cluster.master_name(self.journal.state.run))
 
     def _tick(self) -> None:
         period_s = QUICK_TICK_S if self.monitor.awaits_exit_status or self._probes else TICK_S
@@ -144,7 +120,7 @@ class MasterLoop:
         self._check_trainer_restarted()
         for event in self.monitor.check():
             self._apply(event)
-            if isinstance(event, WorkerFailed) and event.kind in (Kind.DIED, Kind.NODE):
+            if isinstance(event, events.WorkerFailed) and event.kind in (events.Kind.DIED, events.Kind.NODE):
                 self._report_lost_worker(event)
         self._collect_probes()
         if (warning := self.hangs.check()) is not None:
@@ -162,42 +138,42 @@ class MasterLoop:
         if "hello" in message:
             self._by_slot[slot] = connection
             unfinished = unfinished_effects(self.journal.state)
-            self._execute(effect for effect in unfinished if isinstance(effect, StopTrainer))
+            self._execute(effect for effect in unfinished if isinstance(effect, events.StopTrainer))
         if "report" in message:
             report = {name: value for name, value in message["report"].items() if name != "number"}
             if "call_timeout" in report:
                 self._on_call_timeout(**report["call_timeout"])
             else:
-                self._apply(decode(report))
+                self._apply(events.decode(report))
             connection.send({"acknowledge": message["report"]["number"]})
         if "stacks" in message:
             self.hangs.add_stacks(slot, message["stacks"])
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         self._execute(self.journal.apply(event))
 
     # -- effects
 
-    def _execute(self, effects: Iterable[Effect]) -> None:
+    def _execute(self, effects: Iterable[events.Effect]) -> None:
         for effect in effects:
             self._execute_one(effect)
 
-    def _execute_one(self, effect: Effect) -> None:
+    def _execute_one(self, effect: events.Effect) -> None:
         match effect:
-            case KillProcess():
+            case events.KillProcess():
                 logger.warning("killing %s (pid %d): %s", effect.slot, effect.pid, effect.reason)
                 self._kill_process(effect.name, effect.pid, effect.node, effect.machine)
-            case RecoveryNeeded():
+            case events.RecoveryNeeded():
                 self._log_recovery(effect)
                 if effect.slot == self.journal.state.driver:
                     self._trainer_deadline = time.monotonic() + TRAINER_RESTART_TIMEOUT_S
-            case StopTrainer():
+            case events.StopTrainer():
                 if (driver := self._driver()) is not None:
                     driver.send({"stop": effect.reason})
-            case NotifyTrainer():
+            case events.NotifyTrainer():
                 if (driver := self._driver()) is not None:
                     driver.send({"notice": effect.text})
-            case ReleaseJob():
+            case events.ReleaseJob():
                 state = self.journal.state
                 logger.info("job %s is %s at step %d: %s", state.run, state.state, state.step, effect.reason)
                 self._finished_at = self._finished_at or time.monotonic()
@@ -205,8 +181,14 @@ class MasterLoop:
     def _driver(self) -> Connection | None:
         return self._by_slot.get(self.journal.state.driver)
 
-    def _log_recovery(self, effect: RecoveryNeeded) -> None:
-        action = "the driver" if effect.slot not in DRIVERS else "the supervisor" if effect.slot == TRAINER else "Ray"
+    def _log_recovery(self, effect: events.RecoveryNeeded) -> None:
+        action = (
+            "the driver"
+            if effect.slot not in events.DRIVERS
+            else "the supervisor"
+            if effect.slot == events.TRAINER
+            else "Ray"
+        )
         logger.warning("step %d: %s; %s decides what follows", self.journal.state.step, effect.reason, action)
 
     def _kill_process(self, name: str, pid: int, node: str, machine_id: str) -> None:
@@ -222,7 +204,7 @@ class MasterLoop:
         """
         if not self._finished_at:
             return False
-        left = [process for process in self.monitor.processes.values() if process.slot not in DRIVERS]
+        left = [process for process in self.monitor.processes.values() if process.slot not in events.DRIVERS]
         driver_is_left = self.journal.state.driver in self.monitor.processes
         if left and driver_is_left and time.monotonic() - self._finished_at < SHUTDOWN_GRACE_S:
             return False
@@ -244,7 +226,7 @@ class MasterLoop:
                 unfinished.append((probe, callback))
                 continue
             try:
-                callback(get_value(probe, what="the state of a process", timeout_s=1.0))
+                callback(cluster.get_value(probe, what="the state of a process", timeout_s=1.0))
             except (ray.exceptions.RayError, CallTimeout):
                 callback(None)
         self._probes = unfinished
@@ -256,10 +238,10 @@ class MasterLoop:
         if self.journal.state.workers[self.journal.state.driver].state != WorkerPhase.LOST:
             self._trainer_deadline = None
         elif self._restarter_is_gone():
-            self._apply(JobEnded(False, "the trainer was lost, and so was the supervisor that restarts it"))
+            self._apply(events.JobEnded(False, "the trainer was lost, and so was the supervisor that restarts it"))
         elif time.monotonic() > self._trainer_deadline:
             reason = f"the trainer was lost, and no other one started within {TRAINER_RESTART_TIMEOUT_S:g} s"
-            self._apply(JobEnded(False, reason))
+            self._apply(events.JobEnded(False, reason))
 
     def _restarter_is_gone(self) -> bool:
         """Return whether the supervisor process has ended, or Ray has given up a submitted job's supervisor."""
@@ -267,7 +249,7 @@ class MasterLoop:
         if state.supervisor_pid:
             is_local = state.workers[state.driver].machine == self.machine_id
             return is_local and not read_process_stat(state.supervisor_pid).state
-        return find_actor(job_supervisor_name(state.run)) is None
+        return cluster.find_actor(cluster.job_supervisor_name(state.run)) is None
 
     def _poll_nodes(self) -> None:
         import ray
@@ -283,7 +265,7 @@ class MasterLoop:
         if self.server.host != needed_host(self._node_host, self._nodes.values()) != LOOPBACK:
             self.server.move(self._node_host)
 
-    def _report_lost_worker(self, lost: WorkerFailed) -> None:
+    def _report_lost_worker(self, lost: events.WorkerFailed) -> None:
         """Make all processes' pending calls to this worker fail now, with the reason of its end.
 
         Ray would take 0.5 s to notice a crashed process, and about 30 s for a machine that lost its network.
@@ -300,7 +282,7 @@ class MasterLoop:
     def _node_loss_reason(self, node_id: str) -> str:
         """Return why a node is lost, or "". Connects to its raylet: Ray is slow to notice a lost network."""
         node = self._nodes.get(node_id)
-        if node is None or (node["Alive"] and accepts_connections(node)):
+        if node is None or (node["Alive"] and cluster.accepts_connections(node)):
             return ""
         return f"its node {node['NodeManagerAddress']} is gone"
 
@@ -313,11 +295,11 @@ class MasterLoop:
             slot
             for its_role, ranks in silent.items()
             for slot, worker in workers.items()
-            if worker.state in PRESENT and any(slot_matches(slot, its_role, rank) for rank in ranks)
+            if worker.state in PRESENT and any(events.slot_matches(slot, its_role, rank) for rank in ranks)
         ]
         if not overdue:  # of another job, not set up yet, or lost
             return
-        self._apply(WorkerFailed(Kind.CALL, overdue[0], workers[overdue[0]].pid, evidence))
+        self._apply(events.WorkerFailed(events.Kind.CALL, overdue[0], workers[overdue[0]].pid, evidence))
         self.hangs.inspect_now(tuple(overdue), call)
 
     def _request_stacks(self, slot: str) -> None:
@@ -337,7 +319,7 @@ class JobMaster:
     """
 
     def __init__(
-        self, job_started: JobStarted, journal: str, settings: MasterSettings, trainer: dict[str, Any]
+        self, job_started: events.JobStarted, journal: str, settings: MasterSettings, trainer: dict[str, Any]
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         self.journal, self.started = journal, time.time()
@@ -380,7 +362,7 @@ class JobMaster:
 
     def stop(self, reason: str) -> None:
         """Request the end of the job: the trainer gets SIGTERM."""
-        self.master.enqueue(StopRequested(reason))
+        self.master.enqueue(events.StopRequested(reason))
 
     def exit_reason(self, slot: str, timeout_s: float) -> str:
         """Return how a process ended, waiting at most `timeout_s`. "" if it did not end, or the reason is unknown."""

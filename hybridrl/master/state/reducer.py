@@ -13,33 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hybridrl.master.state.events import (
-    TRAINER,
-    CheckpointCommitted,
-    Effect,
-    Event,
-    JobEnded,
-    JobStarted,
-    KillProcess,
-    Kind,
-    NotifyTrainer,
-    RanksChanged,
-    RecoveryCompleted,
-    RecoveryDecided,
-    RecoveryNeeded,
-    ReleaseJob,
-    StepCompleted,
-    StopRequested,
-    StopTrainer,
-    WarningRaised,
-    WorkerFailed,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerRecovered,
-    WorkerReplaced,
-    WorkerSilent,
-    role_of_slot,
-)
+from hybridrl.master.state import events
 from hybridrl.master.state.tables import (
     JOB,
     JOB_ENDS,
@@ -53,11 +27,11 @@ from hybridrl.master.state.tables import (
 )
 
 MAX_LISTED = 20  # failures, decisions and warnings each
-MOVES: Mapping[type[Event], str] = {  # event of a worker -> event of its state table
-    WorkerSilent: "go_silent",
-    WorkerRecovered: "recover",
-    WorkerLeft: "end",
-    WorkerReplaced: "replace",
+MOVES: Mapping[type[events.Event], str] = {  # event of a worker -> event of its state table
+    events.WorkerSilent: "go_silent",
+    events.WorkerRecovered: "recover",
+    events.WorkerLeft: "end",
+    events.WorkerReplaced: "replace",
 }
 
 
@@ -97,7 +71,7 @@ class JobState:
     restarts_workers: bool = False
     restarts_driver: bool = False
     supervisor_pid: int = 0
-    driver: str = TRAINER
+    driver: str = events.TRAINER
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)  # the newest ones that the trainer reported
     commit: str = ""
@@ -124,55 +98,55 @@ def from_json(data: dict[str, Any]) -> JobState:
 # -- the reducer
 
 
-def reduce(state: JobState, event: Event) -> tuple[JobState, tuple[Effect, ...]]:
+def reduce(state: JobState, event: events.Event) -> tuple[JobState, tuple[events.Effect, ...]]:
     """Return the state after the event, and the effects to execute.
 
     After the end of a job nothing changes, but a supervisor's decision not to continue is recorded.
     """
     if state.state in JOB_ENDS:
-        return (_record(state, event) if isinstance(event, RecoveryDecided) else state), ()
+        return (_record(state, event) if isinstance(event, events.RecoveryDecided) else state), ()
     match event:
-        case WarningRaised():
+        case events.WarningRaised():
             text = f"{event.slot}: {event.text}"
-            return replace(state, warnings=(*state.warnings, text)[-MAX_LISTED:]), (NotifyTrainer(text),)
-        case StopRequested():
+            return replace(state, warnings=(*state.warnings, text)[-MAX_LISTED:]), (events.NotifyTrainer(text),)
+        case events.StopRequested():
             following = _move_job(replace(state, reason=event.reason), "stop")
-            return following, (StopTrainer(event.reason),) if following.state == JobPhase.STOPPING else ()
-        case JobEnded():
+            return following, (events.StopTrainer(event.reason),) if following.state == JobPhase.STOPPING else ()
+        case events.JobEnded():
             return _end_job(state, "succeed" if event.succeeded else "abort", event.reason)
-        case WorkerFailed():
+        case events.WorkerFailed():
             return _fail(state, event)
-        case RanksChanged():
+        case events.RanksChanged():
             return _change_ranks(state, event), ()
         case _:
             return _record(state, event), ()
 
 
-def unfinished_effects(state: JobState) -> tuple[Effect, ...]:
+def unfinished_effects(state: JobState) -> tuple[events.Effect, ...]:
     """Return the effects that a restarted master has to execute (again)."""
     if state.state in JOB_ENDS:
-        return (ReleaseJob(state.reason),)
+        return (events.ReleaseJob(state.reason),)
     if state.state == JobPhase.STOPPING:
-        return (StopTrainer(state.reason),)
+        return (events.StopTrainer(state.reason),)
     driver = state.workers.get(state.driver, WorkerState())
     lost = state.restarts_driver and driver.state == WorkerPhase.LOST
-    return (RecoveryNeeded(state.driver, driver.exit_reason),) if lost else ()
+    return (events.RecoveryNeeded(state.driver, driver.exit_reason),) if lost else ()
 
 
-def _record(state: JobState, event: Event) -> JobState:
+def _record(state: JobState, event: events.Event) -> JobState:
     """Return the state after an event without effects."""
     match event:
-        case JobStarted():
+        case events.JobStarted():
             return _start_job(state, event)
-        case WorkerJoined():
+        case events.WorkerJoined():
             return _add_worker(state, event)
-        case WorkerSilent() | WorkerRecovered() | WorkerLeft() | WorkerReplaced():
+        case events.WorkerSilent() | events.WorkerRecovered() | events.WorkerLeft() | events.WorkerReplaced():
             return _move_worker(state, event.slot, event.pid, MOVES[type(event)])
-        case StepCompleted():
+        case events.StepCompleted():
             return _step(state, event)
-        case CheckpointCommitted():
+        case events.CheckpointCommitted():
             return _commit(state, event)
-        case RecoveryDecided() | RecoveryCompleted():
+        case events.RecoveryDecided() | events.RecoveryCompleted():
             return _list_decision(state, str(event))
     return state
 
@@ -181,7 +155,7 @@ def _list_decision(state: JobState, text: str) -> JobState:
     return replace(state, decisions=(*state.decisions, f"step {state.step}: {text}")[-MAX_LISTED:])
 
 
-def _start_job(state: JobState, event: JobStarted) -> JobState:
+def _start_job(state: JobState, event: events.JobStarted) -> JobState:
     if state.run:  # sent again to a restarted master
         return state
     roles = dict.fromkeys(event.roles, str(RolePhase.STARTING))
@@ -197,7 +171,7 @@ def _start_job(state: JobState, event: JobStarted) -> JobState:
     )
 
 
-def _add_worker(state: JobState, event: WorkerJoined) -> JobState:
+def _add_worker(state: JobState, event: events.WorkerJoined) -> JobState:
     worker = state.workers.get(event.slot, WorkerState())
     if worker.pid == event.pid and worker.state in (WorkerPhase.ALIVE, WorkerPhase.SILENT):
         return _move_worker(state, event.slot, event.pid, "recover")
@@ -216,7 +190,7 @@ def _add_worker(state: JobState, event: WorkerJoined) -> JobState:
         rank=event.rank,
         group_size=event.group_size,
     )
-    label = role_of_slot(event.slot)
+    label = events.role_of_slot(event.slot)
     state = replace(state, workers=state.workers | {event.slot: worker})
     if event.slot == state.driver:
         return _recovered_if_complete(state)
@@ -229,12 +203,13 @@ def _are_all_alive(state: JobState, label: str) -> bool:
     if len(state.workers) < state.sizes[label]:  # most joins of a large job end here
         return False
     alive = sum(
-        role_of_slot(slot) == label and worker.state == WorkerPhase.ALIVE for slot, worker in state.workers.items()
+        events.role_of_slot(slot) == label and worker.state == WorkerPhase.ALIVE
+        for slot, worker in state.workers.items()
     )
     return alive >= state.sizes[label]
 
 
-def _change_ranks(state: JobState, event: RanksChanged) -> JobState:
+def _change_ranks(state: JobState, event: events.RanksChanged) -> JobState:
     """End all workers; those of the new number join as the processes of new slots do."""
     workers = {
         slot: worker if slot == state.driver else replace(worker, state=next_state(WORKER, worker.state, "end"))
@@ -254,7 +229,7 @@ def _recovered_if_complete(state: JobState) -> JobState:
     return state if any(lost) else _move_job(state, "recovered")
 
 
-def _step(state: JobState, event: StepCompleted) -> JobState:
+def _step(state: JobState, event: events.StepCompleted) -> JobState:
     state = _move_job(state, "begin")
     if event.metrics:
         state = replace(state, metrics=dict(event.metrics))
@@ -263,69 +238,74 @@ def _step(state: JobState, event: StepCompleted) -> JobState:
     return _recovered_if_complete(replace(state, step=event.step))
 
 
-def _commit(state: JobState, event: CheckpointCommitted) -> JobState:
+def _commit(state: JobState, event: events.CheckpointCommitted) -> JobState:
     return replace(state, step=max(state.step, event.step), commit=event.path, commit_step=event.step)
 
 
-def _fail(state: JobState, event: WorkerFailed) -> tuple[JobState, tuple[Effect, ...]]:
+def _fail(state: JobState, event: events.WorkerFailed) -> tuple[JobState, tuple[events.Effect, ...]]:
     worker = state.workers.get(event.slot, WorkerState())
     is_of_another = event.pid and worker.pid and event.pid != worker.pid
     is_known = worker.state in (WorkerPhase.LOST, WorkerPhase.ENDED) or _is_being_replaced(worker, event)
-    if is_of_another or (event.kind in (Kind.DIED, Kind.NODE) and is_known):
+    if is_of_another or (event.kind in (events.Kind.DIED, events.Kind.NODE) and is_known):
         return state, ()  # reported already, or of a process that was replaced meanwhile
-    if event.kind == Kind.FROZEN:
+    if event.kind == events.Kind.FROZEN:
         return _freeze(state, event, worker)
     if state.state == JobPhase.STOPPING:
         lost = _mark_lost(state, event)
         return _end_job(lost, "stopped", state.reason) if event.slot == state.driver else (lost, ())
-    if event.kind in (Kind.DIED, Kind.NODE) and state.roles.get(role_of_slot(event.slot)) == RolePhase.REBUILDING:
+    if (
+        event.kind in (events.Kind.DIED, events.Kind.NODE)
+        and state.roles.get(events.role_of_slot(event.slot)) == RolePhase.REBUILDING
+    ):
         return _mark_lost(state, event), ()  # a rebuild also kills the healthy processes of the role
     failures = (*state.failures, f"{event.slot} at step {state.step}: {event.evidence}")[-MAX_LISTED:]
     state = replace(state, failures=failures)
-    if event.kind == Kind.EXCEPTION:
+    if event.kind == events.Kind.EXCEPTION:
         return state, ()
-    lost = state if event.kind == Kind.CALL else _mark_lost(state, event)
+    lost = state if event.kind == events.Kind.CALL else _mark_lost(state, event)
     if not (state.restarts_driver if event.slot == state.driver else state.restarts_workers):
         return _end_job(lost, "abort", f"{event.slot}: {event.evidence}")
     return _await_recovery(lost, event)
 
 
-def _is_being_replaced(worker: WorkerState, event: WorkerFailed) -> bool:
+def _is_being_replaced(worker: WorkerState, event: events.WorkerFailed) -> bool:
     return worker.state == WorkerPhase.STARTING and event.pid != 0 and worker.pid == event.pid
 
 
-def _freeze(state: JobState, event: WorkerFailed, worker: WorkerState) -> tuple[JobState, tuple[Effect, ...]]:
+def _freeze(
+    state: JobState, event: events.WorkerFailed, worker: WorkerState
+) -> tuple[JobState, tuple[events.Effect, ...]]:
     """Kill a frozen process first. Its death is then a failure like any other."""
     if worker.state not in (WorkerPhase.ALIVE, WorkerPhase.SILENT):
         return state, ()
     workers = state.workers | {event.slot: replace(worker, exit_reason=event.evidence)}
-    kill = KillProcess(event.slot, worker.name, worker.pid, worker.node, worker.machine, event.evidence)
+    kill = events.KillProcess(event.slot, worker.name, worker.pid, worker.node, worker.machine, event.evidence)
     return replace(state, workers=workers), (kill,)
 
 
-def _await_recovery(state: JobState, event: WorkerFailed) -> tuple[JobState, tuple[Effect, ...]]:
+def _await_recovery(state: JobState, event: events.WorkerFailed) -> tuple[JobState, tuple[events.Effect, ...]]:
     """Mark what a failure takes away until somebody has restarted it."""
-    label = role_of_slot(event.slot)
-    if event.kind != Kind.CALL:
+    label = events.role_of_slot(event.slot)
+    if event.kind != events.Kind.CALL:
         is_replica = label in state.replicas and event.slot != state.driver
         state = _move_job(_move_role(state, label, "replica_lost" if is_replica else "rebuild"), "failure")
-    return state, (RecoveryNeeded(event.slot, f"{event.slot}: {event.evidence}"),)
+    return state, (events.RecoveryNeeded(event.slot, f"{event.slot}: {event.evidence}"),)
 
 
-def _mark_lost(state: JobState, event: WorkerFailed) -> JobState:
+def _mark_lost(state: JobState, event: events.WorkerFailed) -> JobState:
     worker = state.workers.get(event.slot, WorkerState())
     exit_reason = f"{worker.exit_reason}; the master killed it for that" if worker.exit_reason else event.evidence
     lost = replace(worker, state=next_state(WORKER, worker.state, "fail"), exit_reason=exit_reason)
     return replace(state, workers=state.workers | {event.slot: lost})
 
 
-def _end_job(state: JobState, how: str, reason: str) -> tuple[JobState, tuple[Effect, ...]]:
+def _end_job(state: JobState, how: str, reason: str) -> tuple[JobState, tuple[events.Effect, ...]]:
     state = _move_job(replace(state, reason=reason), how)
     roles = {label: next_state(ROLE, role, "end") for label, role in state.roles.items()}
     workers = {
         slot: replace(worker, state=next_state(WORKER, worker.state, "end")) for slot, worker in state.workers.items()
     }
-    return replace(state, roles=roles, workers=workers), (ReleaseJob(reason),)
+    return replace(state, roles=roles, workers=workers), (events.ReleaseJob(reason),)
 
 
 def _move_worker(state: JobState, slot: str, pid: int, event: str) -> JobState:

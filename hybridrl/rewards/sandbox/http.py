@@ -20,16 +20,7 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from hybridrl.rewards.sandbox.job import (
-    PROBE,
-    Limits,
-    Outcome,
-    Program,
-    SandboxFailed,
-    SandboxUnavailable,
-    Verdict,
-    refusal,
-)
+from hybridrl.rewards.sandbox import job
 
 KEY = "reward_model.sandbox_fusion.url"
 MAX_TRIES = 4
@@ -52,7 +43,7 @@ class HttpSandbox:
     def __init__(self, url: str, *, max_concurrent: int = 8):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise SandboxUnavailable(f"{KEY}={url}: must be like http://HOST:8080/run_code")
+            raise job.SandboxUnavailable(f"{KEY}={url}: must be like http://HOST:8080/run_code")
         if max_concurrent < 1:
             raise ValueError(f"max_concurrent={max_concurrent}: must be at least 1")
         self.url, self.max_concurrent = url, max_concurrent
@@ -61,11 +52,11 @@ class HttpSandbox:
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(HttpSandbox, self.url, max_concurrent=self.max_concurrent), ()
 
-    def run(self, program: Program) -> Outcome:
-        if (refused := refusal(program)) is not None:
+    def run(self, program: job.Program) -> job.Outcome:
+        if (refused := job.refusal(program)) is not None:
             return refused
         if not self._places.acquire(timeout=WAIT_TIMEOUT_S):
-            raise SandboxFailed(f"{self.max_concurrent} requests to {self.url} took more than {WAIT_TIMEOUT_S:g} s")
+            raise job.SandboxFailed(f"{self.max_concurrent} requests to {self.url} took more than {WAIT_TIMEOUT_S:g} s")
         try:
             return read_answer(self._request(program), program.limits)
         finally:
@@ -73,20 +64,20 @@ class HttpSandbox:
 
     def check(self) -> str:
         try:
-            outcome = self.run(PROBE)
-        except SandboxFailed as error:
-            raise SandboxUnavailable(
+            outcome = self.run(job.PROBE)
+        except job.SandboxFailed as error:
+            raise job.SandboxUnavailable(
                 f"{KEY}={self.url}: {error}; start the server, correct the URL (SandboxFusion: .../run_code), or leave "
                 "it out to run programs on this machine"
             ) from error
         if not outcome.ok or outcome.stdout.strip() != "skrow":
-            raise SandboxUnavailable(
+            raise job.SandboxUnavailable(
                 f"{KEY}={self.url}: a program that prints a word ended with {outcome.verdict} {outcome.detail}; is it "
                 "a server with the interface of SandboxFusion?"
             )
         return f"remote, {self.url}"
 
-    def _request(self, program: Program) -> dict[str, Any]:
+    def _request(self, program: job.Program) -> dict[str, Any]:
         """Return the server's answer about a program, after `MAX_TRIES` tries at most. Raises SandboxFailed."""
         body = json.dumps(request_of(program)).encode()
         for number in range(1, MAX_TRIES + 1):
@@ -94,7 +85,7 @@ class HttpSandbox:
                 return self._ask(body, program.limits.wall_s + ANSWER_TIMEOUT_S)
             except _TryAgain as error:
                 if number == MAX_TRIES:
-                    raise SandboxFailed(f"{self.url} failed {MAX_TRIES} times: {error}") from error
+                    raise job.SandboxFailed(f"{self.url} failed {MAX_TRIES} times: {error}") from error
                 time.sleep(BACK_OFF_S * 2 ** (number - 1) * (1 + random.random()))
         raise AssertionError("the last try returns or raises")
 
@@ -106,7 +97,7 @@ class HttpSandbox:
                 answer = json.loads(response.read(MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as error:
             text = f"HTTP status {error.code}"
-            raise (_TryAgain if error.code in TRY_AGAIN else SandboxFailed)(text) from error
+            raise (_TryAgain if error.code in TRY_AGAIN else job.SandboxFailed)(text) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
         if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
@@ -119,7 +110,7 @@ class _TryAgain(Exception):
     """A failure that another try may not have."""
 
 
-def request_of(program: Program) -> dict[str, Any]:
+def request_of(program: job.Program) -> dict[str, Any]:
     """Return a program as the server's interface has it. It has no limit of processes: that is the server's."""
     return {
         "code": program.code,
@@ -133,7 +124,7 @@ def request_of(program: Program) -> dict[str, Any]:
     }
 
 
-def read_answer(answer: dict[str, Any], limits: Limits) -> Outcome:
+def read_answer(answer: dict[str, Any], limits: job.Limits) -> job.Outcome:
     """Return the outcome in a server's answer.
 
     Raises:
@@ -142,19 +133,19 @@ def read_answer(answer: dict[str, Any], limits: Limits) -> Outcome:
     compiled, ran = answer.get("compile_result"), answer.get("run_result")
     result = compiled if compiled and (compiled.get("return_code") or compiled.get("status") != FINISHED) else ran
     if not isinstance(result, dict) or result.get("status") not in (FINISHED, TOO_LATE):
-        raise SandboxFailed(f"an answer without a result: {str(answer)[:200]}")
+        raise job.SandboxFailed(f"an answer without a result: {str(answer)[:200]}")
     most = limits.output_kb << 10
     stdout, stderr = (str(result.get(name) or "") for name in ("stdout", "stderr"))
     try:
         files = {name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()}
     except (binascii.Error, TypeError, AttributeError) as error:
-        raise SandboxFailed(f"files in an answer are not base64: {error}") from error
+        raise job.SandboxFailed(f"files in an answer are not base64: {error}") from error
     status = result.get("return_code")
-    verdict, detail = Verdict.OK, ""
+    verdict, detail = job.Verdict.OK, ""
     if result["status"] == TOO_LATE:
-        verdict, detail = Verdict.TIMEOUT, f"it was not done after {limits.wall_s:g} s"
+        verdict, detail = job.Verdict.TIMEOUT, f"it was not done after {limits.wall_s:g} s"
     elif max(len(stdout), len(stderr)) > most:
-        verdict, detail = Verdict.OUTPUT_LIMIT, f"it printed more than {limits.output_kb} KiB"
+        verdict, detail = job.Verdict.OUTPUT_LIMIT, f"it printed more than {limits.output_kb} KiB"
     elif status != 0:
-        verdict, detail = Verdict.RUNTIME_ERROR, f"it ended with status {status}"
-    return Outcome(verdict, stdout[:most], stderr[:most], exit_status=status, files=files, detail=detail)
+        verdict, detail = job.Verdict.RUNTIME_ERROR, f"it ended with status {status}"
+    return job.Outcome(verdict, stdout[:most], stderr[:most], exit_status=status, files=files, detail=detail)

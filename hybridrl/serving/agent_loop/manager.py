@@ -25,12 +25,7 @@ from hybridrl.data_plane.meta_info import GenerationRequest
 from hybridrl.errors import ConfigError
 from hybridrl.import_path import load_module
 from hybridrl.protocol import DataProto
-from hybridrl.serving.agent_loop.base import (
-    AgentLoop,
-    AgentLoopContext,
-    AgentLoopOutput,
-    lookup_agent_loop,
-)
+from hybridrl.serving.agent_loop import base
 from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.agent_loop.failures import leave_out_groups
 from hybridrl.serving.agent_loop.recorded_row import RecordedRow, pop_records, to_columns
@@ -66,7 +61,7 @@ class AgentLoopManager:
                 load_module(rollout.agent.path)
             except ConfigError as error:
                 raise ConfigError(f"{KEY}.agent.path={rollout.agent.path}: {error}") from error
-        self.context = AgentLoopContext(
+        self.context = base.AgentLoopContext(
             tokenizer=tokenizer,
             max_response_length=config.data.max_response_length,
             tools=load_tools(rollout.multi_turn.function_tool_path, key=f"{KEY}.multi_turn.function_tool_path"),
@@ -79,7 +74,7 @@ class AgentLoopManager:
             agent_timeout_s=math.inf if rollout.agent.timeout_s is None else rollout.agent.timeout_s,
             processor=load_processor(model, tokenizer, config.data),
         )
-        self._loops: dict[str, AgentLoop] = {}
+        self._loops: dict[str, base.AgentLoop] = {}
         assert model.path is not None  # `check_config` demands it
         self._pad_id = load_special_tokens(model.path, trust_remote_code=model.trust_remote_code).pad_id
         self._get_loop(rollout.agent.default_agent_loop)  # an unknown name fails here, before anything starts
@@ -250,7 +245,7 @@ class AgentLoopManager:
         sampling = self._sampling(prompts)
         one = replace(sampling, n=1)
 
-        async def run_loop(row: dict[str, Any], is_retry: bool) -> AgentLoopOutput:
+        async def run_loop(row: dict[str, Any], is_retry: bool) -> base.AgentLoopOutput:
             return await self._run_row(row, one, is_retry=is_retry)
 
         return AgentBatch(
@@ -258,7 +253,7 @@ class AgentLoopManager:
             self._rows(prompts, sampling),
             run_loop,
             last_limit=self.context.max_response_length,
-            has_own_pace=lambda row: lookup_agent_loop(self._loop_name(row)).has_own_pace,
+            has_own_pace=lambda row: base.lookup_agent_loop(self._loop_name(row)).has_own_pace,
             recorded=recorded,
             collect=self._collect,
         )
@@ -266,7 +261,7 @@ class AgentLoopManager:
     def _loop_name(self, row: Mapping[str, Any]) -> str:
         return row.get("agent_name") or self.config.actor_rollout_ref.rollout.agent.default_agent_loop
 
-    async def _run_row(self, row: dict[str, Any], sampling: SamplingParams, *, is_retry: bool) -> AgentLoopOutput:
+    async def _run_row(self, row: dict[str, Any], sampling: SamplingParams, *, is_retry: bool) -> base.AgentLoopOutput:
         name = self._loop_name(row)
         output = await self._get_loop(name, is_new=is_retry).run_in_time(sampling, **row)
         longest = max(len(one.response_ids) for one in (output, *output.branches))
@@ -279,10 +274,10 @@ class AgentLoopManager:
         has_own = output.images is not None or tuple(output.prompt_ids) != request.prompt_ids
         return output if has_own else replace(output, images=request.images)
 
-    def _get_loop(self, name: str, *, is_new: bool = False) -> AgentLoop:
+    def _get_loop(self, name: str, *, is_new: bool = False) -> base.AgentLoop:
         """Return the loop of this name. is_new: another object, also for all later rows."""
         if is_new or name not in self._loops:
-            self._loops[name] = lookup_agent_loop(name)(self.context)
+            self._loops[name] = base.lookup_agent_loop(name)(self.context)
         return self._loops[name]
 
     def _rows(self, prompts: DataProto, sampling: SamplingParams) -> list[dict[str, Any]]:
@@ -303,7 +298,7 @@ class AgentLoopManager:
                 rows.append(own | {"request": request})
         return rows
 
-    def _to_batch(self, prompts: DataProto, outputs: list[AgentLoopOutput]) -> DataProto:
+    def _to_batch(self, prompts: DataProto, outputs: list[base.AgentLoopOutput]) -> DataProto:
         agent, sampling = self.config.actor_rollout_ref.rollout.agent, self._sampling(prompts)
         outputs = leave_out_groups(outputs, n=sampling.n, min_share=agent.min_group_share)
         self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith(AGENT_METRICS)}
@@ -321,7 +316,7 @@ class AgentLoopManager:
         return columns.batch(prompts.repeat(sampling.n, interleave=True), outputs)
 
 
-def _summed_counts(outputs: list[AgentLoopOutput]) -> dict[str, float]:
+def _summed_counts(outputs: list[base.AgentLoopOutput]) -> dict[str, float]:
     """Return the sums of the responses' own counts, as metrics."""
     names = sorted({name for out in outputs for name in out.counts})
     return {f"{AGENT_METRICS}{name}": sum(out.counts.get(name, 0.0) for out in outputs) for name in names}

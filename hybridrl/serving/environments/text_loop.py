@@ -9,14 +9,7 @@ from typing import Any
 
 from hybridrl.algos.partition.row_images import IMAGE_DATA
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.serving.agent_loop.base import (
-    AgentLoop,
-    AgentLoopContext,
-    AgentLoopOutput,
-    ResponseBuilder,
-    columns_of,
-    register_agent_loop,
-)
+from hybridrl.serving.agent_loop import base
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.environments.environment import Answer, Messages
 from hybridrl.serving.environments.pool import pool_of
@@ -29,13 +22,13 @@ from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 REWARDED_HERE = "environment"  # data source whose rewards are those of the environments
 
 
-@register_agent_loop("environment_agent")
-class EnvironmentAgentLoop(AgentLoop):
+@base.register_agent_loop("environment_agent")
+class EnvironmentAgentLoop(base.AgentLoop):
     """At most `max_turns` turns of the policy. A response ends where an observation does not fit any more."""
 
     has_own_deadline = True  # waiting for a free process takes nothing from it
 
-    def __init__(self, context: AgentLoopContext):
+    def __init__(self, context: base.AgentLoopContext):
         super().__init__(context)
         self.specs = load_environments(context.environments)
         for spec in self.specs.values():
@@ -45,17 +38,17 @@ class EnvironmentAgentLoop(AgentLoop):
         for spec in self.specs.values():
             pool_of(spec).close()
 
-    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> base.AgentLoopOutput:
         spec, kwargs = spec_of_row(self.specs, row)
         clock = EpisodeClock.of(row)
         async with pool_of(spec).take(clock) as environment, self.time_limit(clock):
             added = {"name": spec.name, "kwargs": kwargs, "seed": row["request"].seed % 2**31}
-            first = await environment.reset(columns_of(row) | added)
+            first = await environment.reset(base.columns_of(row) | added)
             return await self.play(environment, first, sampling_params, row)
 
     async def play(
         self, environment: EnvironmentProcess, first: Messages, sampling_params: SamplingParams, row: dict[str, Any]
-    ) -> AgentLoopOutput:
+    ) -> base.AgentLoopOutput:
         """Return the response of an episode that has begun.
 
         Args:
@@ -94,7 +87,7 @@ class EnvironmentAgentLoop(AgentLoop):
         """Return the environment's answer to an action. Override it where others act in between."""
         return await environment.step(action)
 
-    def _begin(self, row: dict[str, Any], messages: Messages) -> ResponseBuilder:
+    def _begin(self, row: dict[str, Any], messages: Messages) -> base.ResponseBuilder:
         """Return an empty response to the row's prompt and the first observation."""
         encoded = [*(row.get(IMAGE_DATA) or {"images": ()})["images"]]
         for place, message in enumerate(messages):
@@ -109,7 +102,7 @@ class EnvironmentAgentLoop(AgentLoop):
                 f"{self.context.max_prompt_length}"
             )
         request = replace(row["request"], prompt_ids=tuple(prompt), images=images)
-        return ResponseBuilder(row["client"], request, self.context.max_response_length)
+        return base.ResponseBuilder(row["client"], request, self.context.max_response_length)
 
     def _with_tags(self, content: Any) -> tuple[Any, list[bytes]]:
         """Return a content of the row's prompt with the template's text for each `<image>`."""

@@ -8,16 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.errors import PlacementError
+from hybridrl.single_controller.placement import placement_groups
 from hybridrl.single_controller.placement.feasibility import check_feasible
 from hybridrl.single_controller.placement.node_loss import REPLACE_TIMEOUT_S, replace_lost_nodes
 from hybridrl.single_controller.placement.node_slots import CAPACITY_HINT, ResourcePool
-from hybridrl.single_controller.placement.placement_groups import (
-    cluster_nodes,
-    find_leftover_groups,
-    nodes_of,
-    remove,
-    reserve,
-)
 from hybridrl.single_controller.placement.plan import PoolPlan, Reservation
 
 if TYPE_CHECKING:
@@ -122,8 +116,8 @@ class RayResourcePool(ResourcePool):
         """
         if self._groups is None:
             reservations = self.reservations()
-            check_feasible(reservations, cluster_nodes())
-            self.use_groups(reserve(reservations, strategy=strategy, detached=self.detached))
+            check_feasible(reservations, placement_groups.cluster_nodes())
+            self.use_groups(placement_groups.reserve(reservations, strategy=strategy, detached=self.detached))
         return self._groups or []
 
     def use_groups(self, groups: "list[PlacementGroup]") -> None:
@@ -137,7 +131,7 @@ class RayResourcePool(ResourcePool):
             PlacementError: a group is missing.
         """
         names = [one.name for one in self.reservations()]
-        found = find_leftover_groups(names[0].rsplit("/", 2)[0])
+        found = placement_groups.find_leftover_groups(names[0].rsplit("/", 2)[0])
         if missing := [name for name in names if name not in found]:
             raise PlacementError(f"the placement groups {missing} no longer exist; start the job again")
         self.use_groups([found[name] for name in names])
@@ -180,7 +174,7 @@ class RayResourcePool(ResourcePool):
 
     def release(self) -> None:
         """Release the reserved devices; Ray kills processes that still run on them."""
-        remove(self._groups or [])
+        placement_groups.remove(self._groups or [])
         self._groups = None
         self._shares.clear()
 
@@ -198,7 +192,7 @@ def _by_address(groups: "list[PlacementGroup]") -> "list[PlacementGroup]":
     address_of_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
     def address(group: "PlacementGroup") -> tuple[tuple[str, ...], str]:
-        [node] = nodes_of([group])
+        [node] = placement_groups.nodes_of([group])
         return tuple(part.zfill(3) for part in address_of_node.get(node, "").split(".")), node
 
     kinds = [str([sorted(bundle.items()) for bundle in group.bundle_specs]) for group in groups]

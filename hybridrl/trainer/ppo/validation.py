@@ -17,16 +17,7 @@ from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.metrics import validation_metrics
 from hybridrl.trainer.ppo.policy.weight_sync import verify_push
 from hybridrl.trainer.roles import Role
-from hybridrl.trainer.run.samples import (
-    MAX_EXAMPLES,
-    Example,
-    first_examples,
-    format_answer,
-    format_prompt,
-    sample_rows,
-    save_examples,
-    write_samples,
-)
+from hybridrl.trainer.run import samples
 from hybridrl.trainer.run.setup import run_directory
 
 logger = logging.getLogger(__name__)
@@ -46,7 +37,7 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     config = trainer.config
     seed = call_seed(seed=config.trainer.seed, purpose=Purpose.VALIDATION, step=0)
     records: list[dict[str, Any]] = []
-    examples: dict[str, Example] = {}
+    examples: dict[str, samples.Example] = {}
     columns: dict[str, list] = {"data_source": [], "uid": [], "reward": []}
     started_at, num_tokens = time.monotonic(), 0
     for number, batch in enumerate(_batches(trainer)):
@@ -55,16 +46,16 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
         batch = trainer.pipeline.respond(batch, n=n, seed=seed, generate=generate)
         extra = trainer.score(batch, trainer.val_reward_fn, metrics={})
         _collect(columns, batch, extra)
-        rows = list(sample_rows(batch, trainer.tokenizer, step=step, extra=extra))
-        examples = {example["data_source"]: example for example in first_examples(batch, rows)} | examples
+        rows = list(samples.sample_rows(batch, trainer.tokenizer, step=step, extra=extra))
+        examples = {example["data_source"]: example for example in samples.first_examples(batch, rows)} | examples
         records.extend(rows)
         num_tokens += int(batch.batch["response_mask"].sum())
         _log_progress(len(records), n * len(trainer.val_dataset), num_tokens, time.monotonic() - started_at)
     if generate is None:
         trainer.policy.sleep_rollout()
     if config.trainer.validation_data_dir:
-        write_samples(os.path.join(config.trainer.validation_data_dir, f"{step}.jsonl"), iter(records))
-    _show(list(examples.values())[:MAX_EXAMPLES], step=step, directory=run_directory(config.trainer))
+        samples.write_samples(os.path.join(config.trainer.validation_data_dir, f"{step}.jsonl"), iter(records))
+    _show(list(examples.values())[: samples.MAX_EXAMPLES], step=step, directory=run_directory(config.trainer))
     values = {k: v for k, v in columns.items() if k not in ("data_source", "uid")}
     return validation_metrics(columns["data_source"], columns["uid"], values)
 
@@ -104,11 +95,11 @@ def validate_on_evaluator(trainer: Any, version: int, weights: Any) -> dict[str,
     return validate(trainer, step=version, generate=generate)
 
 
-def _show(examples: list[Example], *, step: int, directory: str) -> None:
+def _show(examples: list[samples.Example], *, step: int, directory: str) -> None:
     """Log the examples, and save them for the final report."""
     for example in examples:
-        logger.info("%s\n  %s", format_prompt(example), format_answer(example))
-    save_examples(directory, examples, step=step)
+        logger.info("%s\n  %s", samples.format_prompt(example), samples.format_answer(example))
+    samples.save_examples(directory, examples, step=step)
 
 
 def _batches(trainer: Any):

@@ -25,14 +25,9 @@ from hybridrl.errors import CallTimeout, ObjectLost, PlacementError, WorkerLost
 from hybridrl.failure_policy import Budgets, Failure, FailureKind, Refill
 from hybridrl.single_controller.cluster import master_name
 from hybridrl.single_controller.monitoring.process import report_decision, report_ranks
+from hybridrl.single_controller.placement import placement_groups
 from hybridrl.single_controller.placement.feasibility import check_feasible, largest_fitting, slots_on_node
 from hybridrl.single_controller.placement.node_loss import alive_capacities
-from hybridrl.single_controller.placement.placement_groups import (
-    groups_of_nodes,
-    num_created,
-    remove,
-    request,
-)
 from hybridrl.single_controller.processes.termination import kill_run
 from hybridrl.trainer.checkpoint.saver import CheckpointSaver
 from hybridrl.trainer.recovery.policies import RankPolicy
@@ -111,7 +106,7 @@ class ElasticRanks(RankPolicy):
 
     def can_grow(self) -> bool:
         """Return whether there are nodes for missing ranks now."""
-        return num_created(self._missing) > 0 and sum(self._fitting(sum(self._full))) > self.num_ranks
+        return placement_groups.num_created(self._missing) > 0 and sum(self._fitting(sum(self._full))) > self.num_ranks
 
     def metrics(self) -> dict[str, float]:
         """Return the number of ranks of each role, if it can change."""
@@ -127,7 +122,7 @@ class ElasticRanks(RankPolicy):
         if is_first:  # a cluster that has lost all its GPUs must not make this a run on CPUs
             self._manager.use_gpu = "GPU" in self._bundle()
         if reattach:
-            sizes = [group.bundle_count for group in groups_of_nodes(f"{job}/{self._pool}")]
+            sizes = [group.bundle_count for group in placement_groups.groups_of_nodes(f"{job}/{self._pool}")]
             self._manager.resize(self._pool, sizes or self._full)
         elif is_first:
             self._choose(wait_s=self._timeout_s)
@@ -181,7 +176,7 @@ class ElasticRanks(RankPolicy):
 
     def stop(self) -> None:
         """Withdraw the reservation of the missing slots. Safe to call twice."""
-        remove(self._missing)
+        placement_groups.remove(self._missing)
         self._missing = []
 
     def _spend(self, error: Exception, *, was_ready: bool) -> None:
@@ -260,7 +255,7 @@ class ElasticRanks(RankPolicy):
             replace(one, name=f"{one.name}-missing", bundles=one.bundles[present[node] :])
             for node, one in enumerate(whole)
         ]
-        self._missing = request([one for one in lacking if one.bundles])
+        self._missing = placement_groups.request([one for one in lacking if one.bundles])
         logger.warning(
             "training with %d of %d ranks; the others are taken back at the end of a step when machines for them join "
             "the Ray cluster",

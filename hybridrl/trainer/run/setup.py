@@ -20,13 +20,7 @@ from hybridrl.framework.stage import DeviceSlots, StageFn, Wrapper, spec_of, wit
 from hybridrl.framework.status import report_long_stages
 from hybridrl.framework.tasks import Task
 from hybridrl.framework.wrapper import StepTimer
-from hybridrl.single_controller.monitoring.tracing import (
-    DIRECTORY_VARIABLE,
-    DRIVER,
-    TRACE,
-    is_recording,
-    start_recording,
-)
+from hybridrl.single_controller.monitoring import tracing
 from hybridrl.system.directory_lock import lock_directory
 from hybridrl.system.secrets import without_secrets
 from hybridrl.trainer import run
@@ -165,9 +159,9 @@ def enable_tracing(config: TrainerConfig, job: str, context: RunContext) -> dict
     """
     if not config.trace:
         return {}
-    directory = os.path.abspath(os.path.join(run_directory(config), TRACE, job))
-    context.trace = start_recording(directory, DRIVER)
-    return {DIRECTORY_VARIABLE: directory}
+    directory = os.path.abspath(os.path.join(run_directory(config), tracing.TRACE, job))
+    context.trace = tracing.start_recording(directory, tracing.DRIVER)
+    return {tracing.DIRECTORY_VARIABLE: directory}
 
 
 def disable_tracing(context: RunContext) -> None:
@@ -205,7 +199,7 @@ def run_stages(
     with Task(ctx=BatchContext(first_step=first_step)) as task:
         task.use_wrapper(StepTimer(print_per_step=0))
         task.use_wrapper(report_long_stages)
-        if is_recording():
+        if tracing.is_recording():
             task.use_wrapper(framework.StageTracer(first_step=first_step))
         for fn in stages:
             task.use(functools.reduce(_wrapped, wrappers, fn))

@@ -21,13 +21,7 @@ from hybridrl.errors import ConfigError, NonFiniteError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.worker import Worker
-from hybridrl.training_service.computation.adapter_slots import (
-    ALPHA,
-    MegatronSlotTable,
-    SlotTable,
-    TrainedLayers,
-    without_optimizer,
-)
+from hybridrl.training_service.computation import adapter_slots
 from hybridrl.training_service.computation.losses import LOSSES, TARGETS, check_data, checked_config
 from hybridrl.training_service.computation.rows import (
     LOG_PROBS,
@@ -102,7 +96,7 @@ class TrainingServiceWorker(Worker):
             self._engine.setup()
         except ConfigError as error:  # in the words of a run's settings
             raise ConfigError(re.sub(r"(model\.)?lora_rank", "--max-rank", str(error))) from error
-        table = {"fsdp": SlotTable, "megatron": MegatronSlotTable}[settings.strategy]
+        table = {"fsdp": adapter_slots.SlotTable, "megatron": adapter_slots.MegatronSlotTable}[settings.strategy]
         self._slots = table(self._engine, max_rank=settings.max_rank)
         config = overridden_config(settings.path, {}, trust_remote_code=settings.trust_remote_code)
         self._vocabulary = int(config.get_text_config().vocab_size)
@@ -125,7 +119,7 @@ class TrainingServiceWorker(Worker):
             trust_remote_code=settings.trust_remote_code,
             device=device,
             optim=OptimConfig(),
-            lora=LoRA(settings.max_rank, ALPHA, head=True) if settings.max_rank else None,
+            lora=LoRA(settings.max_rank, adapter_slots.ALPHA, head=True) if settings.max_rank else None,
             whole_logits=True,
             token_terms=TERMS,
         )
@@ -133,17 +127,17 @@ class TrainingServiceWorker(Worker):
     # -- models
 
     @register(Dispatch.ONE_TO_ALL)
-    def create(self, model: str, adapter: TrainedLayers) -> None:
+    def create(self, model: str, adapter: adapter_slots.TrainedLayers) -> None:
         """Make a new model."""
         self._slots.create(model, adapter)
 
     @register(Dispatch.ONE_TO_ALL)
-    def load(self, model: str, directory: str, *, with_optimizer: bool) -> TrainedLayers:
+    def load(self, model: str, directory: str, *, with_optimizer: bool) -> adapter_slots.TrainedLayers:
         """Make a model of saved weights and return what it trains."""
         saved, tensors = read_model(Path(directory))
         if with_optimizer and not saved.has_optimizer:
             raise ConfigError("these weights were saved without an optimizer; load them with optimizer=false")
-        kept = tensors if with_optimizer else without_optimizer(tensors)
+        kept = tensors if with_optimizer else adapter_slots.without_optimizer(tensors)
         self._slots.load(model, saved.adapter, kept, num_updates=saved.num_updates if with_optimizer else 0)
         return saved.adapter
 
@@ -164,7 +158,7 @@ class TrainingServiceWorker(Worker):
         """
         tensors, num_updates = self._slots.state(model)
         if not with_optimizer:
-            tensors = without_optimizer(tensors)
+            tensors = adapter_slots.without_optimizer(tensors)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise NonFiniteError("the model's weights are not finite; nothing is saved. Load earlier weights")
         if dist.get_rank():
@@ -185,7 +179,7 @@ class TrainingServiceWorker(Worker):
         if dist.get_rank():
             return
         with new_directory(Path(directory)) as partial:
-            write_adapter(tensors, str(partial), lora=LoRA(adapter.rank, ALPHA), base=self.settings.path)
+            write_adapter(tensors, str(partial), lora=LoRA(adapter.rank, adapter_slots.ALPHA), base=self.settings.path)
             (partial / NOTE).write_text(note, encoding="utf-8")
 
     # -- training

@@ -12,14 +12,7 @@ from typing import Any
 
 from hybridrl.errors import JournalError
 from hybridrl.master.service.journal import EVENTS
-from hybridrl.master.state.events import (
-    CheckpointCommitted,
-    JobStarted,
-    RecoveryCompleted,
-    StepCompleted,
-    WorkerJoined,
-    decode,
-)
+from hybridrl.master.state import events
 from hybridrl.master.state.reducer import JobState, reduce
 from hybridrl.single_controller.cluster import MASTER
 from hybridrl.view.readers.storage import Folder, LineTail, parsed
@@ -27,7 +20,7 @@ from hybridrl.view.readers.storage import Folder, LineTail, parsed
 FAILURES_FILE = "failures.jsonl"  # of `trainer/recovery/step_retry.py`, which loads torch
 MAX_EVENTS = 1000  # of one journal; the newest
 HIDDEN_FIELDS = ("machine", "node", "name", "stdout", "stderr", "spec", "plan")
-COMMON = (StepCompleted, CheckpointCommitted)  # counted, but not listed
+COMMON = (events.StepCompleted, events.CheckpointCommitted)  # counted, but not listed
 
 
 class JournalReader:
@@ -63,7 +56,7 @@ class JournalReader:
             data = json.loads(text)
             at = float(data.pop("at"))
             data.pop("n")
-            event = decode(data)
+            event = events.decode(data)
             self.state, _ = reduce(self.state, event)
         except JournalError as error:
             self.problem = str(error)
@@ -72,12 +65,12 @@ class JournalReader:
             self.problem = f"{name} has what no master writes ({type(error).__name__}); what follows is not shown"
             return
         self.started_at = at if self.started_at is None else self.started_at
-        if isinstance(event, WorkerJoined):
+        if isinstance(event, events.WorkerJoined):
             self.restarts[event.slot] = self.state.workers[event.slot].incarnation - 1
-        if isinstance(event, RecoveryCompleted):
+        if isinstance(event, events.RecoveryCompleted):
             self.recoveries.append(asdict(event) | {"lost": list(event.lost)})
         if not isinstance(event, COMMON):
-            fields = {} if isinstance(event, JobStarted) else asdict(event)
+            fields = {} if isinstance(event, events.JobStarted) else asdict(event)
             shown = {
                 field: value
                 for field, value in fields.items()

@@ -16,15 +16,8 @@ import torch
 
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.workers.engine import hf_model
 from hybridrl.workers.engine.base import LoRA
-from hybridrl.workers.engine.hf_model import (
-    AUTO_CLASSES,
-    IMAGE_AUTO_CLASS,
-    TEXT_ONLY,
-    make_scoring,
-    overridden_config,
-    reads_images,
-)
 from hybridrl.workers.engine.model_files import safetensors_files
 from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
@@ -129,8 +122,10 @@ def _with_untrained(tensors: dict[str, torch.Tensor], model: ModelConfig) -> dic
     from safetensors import safe_open
 
     assert model.path is not None, "the weights to export were loaded from this path"
-    config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
-    auto = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
+    config = hf_model.overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    auto = getattr(
+        transformers, hf_model.IMAGE_AUTO_CLASS if hf_model.reads_images(config) else hf_model.AUTO_CLASSES["causal_lm"]
+    )
     if type(config) not in auto._model_mapping:
         return tensors
     trained: Any = auto._model_mapping[type(config)]
@@ -149,13 +144,13 @@ def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConf
     from transformers import AutoTokenizer
 
     assert model.path is not None, "the weights to export were loaded from this path"
-    config = overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
-    if hasattr(config, TEXT_ONLY):
+    config = hf_model.overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    if hasattr(config, hf_model.TEXT_ONLY):
         config.language_model_only = False  # the export has the tower
     config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     if kind == "score":
-        make_scoring(config, pad_token_id=tokenizer.pad_token_id)
+        hf_model.make_scoring(config, pad_token_id=tokenizer.pad_token_id)
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     for name in COPIED:

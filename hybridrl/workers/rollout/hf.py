@@ -40,14 +40,7 @@ from hybridrl.workers.rollout.sampling.sampler import (
     without_tokens,
 )
 from hybridrl.workers.rollout.versioned import VersionedRollout
-from hybridrl.workers.weight_transfer.fingerprint import (
-    HeldDtypes,
-    NamedTensor,
-    WeightNames,
-    distinct_tensors,
-    pushed_dtype,
-    tensor_hash,
-)
+from hybridrl.workers.weight_transfer import fingerprint
 
 # Finished rows are dropped when they reach this share of the batch. A higher share computes finished rows for nothing.
 # A lower one moves rows of the cache too often, and each move is some 20 small operations.
@@ -99,14 +92,14 @@ class HFRollout(VersionedRollout):
                 "rollout.name=vllm"
             )
         self._cache_argument: str = name
-        super().__init__(setup, names=WeightNames.of(self._model))
+        super().__init__(setup, names=fingerprint.WeightNames.of(self._model))
         self._use_weights_on_disk()
 
     def request_engine(self) -> "rollout.BatchedRequestEngine":
         return rollout.BatchedRequestEngine(self)
 
     @torch.no_grad()
-    def replace_weights(self, weights: Iterable[NamedTensor]) -> None:
+    def replace_weights(self, weights: Iterable[fingerprint.NamedTensor]) -> None:
         targets = self._model.state_dict()
         for name, tensor in weights:
             if targets[name].shape != tensor.shape:
@@ -117,11 +110,11 @@ class HFRollout(VersionedRollout):
             targets[name].copy_(tensor)
 
     def _engine_fingerprint(self, changed: Set[str] | None = None) -> int:
-        own = dict(distinct_tensors(self._model.state_dict().items()))
+        own = dict(fingerprint.distinct_tensors(self._model.state_dict().items()))
         if changed is None or not changed <= self._hashes.keys():
             changed = own.keys()
         for name in changed:
-            self._hashes[name] = tensor_hash(own[name], pushed_dtype(name, self.held))
+            self._hashes[name] = fingerprint.tensor_hash(own[name], fingerprint.pushed_dtype(name, self.held))
         return sum(self._hashes.values()) % (1 << 64)
 
     def _used_bytes(self) -> int:
@@ -342,7 +335,7 @@ def _left_padded(
     return ids, mask
 
 
-def _build_model(setup: RolloutSetup, held: HeldDtypes) -> torch.nn.Module:
+def _build_model(setup: RolloutSetup, held: fingerprint.HeldDtypes) -> torch.nn.Module:
     """Return the model on its device, ready to generate.
 
     Random weights do not change the global random state.
@@ -361,7 +354,7 @@ def _build_model(setup: RolloutSetup, held: HeldDtypes) -> torch.nn.Module:
             model = auto_class.from_config(config, **options)
     use_exact_attention(model, setup.override_config.get("attn_implementation"))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if pushed_dtype(name, held) != setup.dtype:
+        if fingerprint.pushed_dtype(name, held) != setup.dtype:
             tensor.data = tensor.data.float()
     model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(setup.device).eval().requires_grad_(False)

@@ -13,17 +13,7 @@ from typing import Any
 
 from hybridrl.config.capabilities import TransportCapabilities
 from hybridrl.errors import CheckpointError, ConfigError
-from hybridrl.workers.weight_transfer.base import (
-    KEY,
-    IncomingWeights,
-    PushReceipt,
-    Receiver,
-    ReceiverSetup,
-    Sender,
-    SenderSetup,
-    Transport,
-    store_buckets,
-)
+from hybridrl.workers.weight_transfer import base
 from hybridrl.workers.weight_transfer.buckets import Bucket, OutgoingWeights, unpack
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, is_adapter
 
@@ -31,7 +21,7 @@ NAME = "disk"
 MANIFEST = "manifest.json"
 
 
-class DiskSender(Sender):
+class DiskSender(base.Sender):
     """The trainer's side; see `base.Sender`.
 
     directory: where versions are written. bucket_bytes: size of a file, and of this process's memory for it.
@@ -40,7 +30,7 @@ class DiskSender(Sender):
     def __init__(self, directory: str, *, bucket_bytes: int):
         self._directory, self._bucket_bytes = directory.rstrip("/"), bucket_bytes
 
-    def send(self, version: int, weights: OutgoingWeights) -> PushReceipt:
+    def send(self, version: int, weights: OutgoingWeights) -> base.PushReceipt:
         fs, root = _open(self._directory)
         final = f"{root}/version_{version}"
         aside = f"{final}.partial"
@@ -48,7 +38,7 @@ class DiskSender(Sender):
             if fs.exists(old):
                 fs.rm(old, recursive=True)
         fs.makedirs(aside, exist_ok=True)
-        files = store_buckets(
+        files = base.store_buckets(
             weights, num_bytes=self._bucket_bytes, store=lambda number, bucket: _write(fs, aside, number, bucket)
         )
         manifest = {
@@ -60,7 +50,7 @@ class DiskSender(Sender):
         with fs.open(f"{aside}/{MANIFEST}", "w") as f:
             json.dump(manifest, f)
         fs.mv(aside, final, recursive=True)
-        return PushReceipt(
+        return base.PushReceipt(
             NAME, weights.fingerprint, weights.num_bytes, len(files), f"{self._directory}/version_{version}"
         )
 
@@ -76,39 +66,39 @@ class DiskSender(Sender):
         """Do nothing: files stay until `delete_older_than`."""
 
 
-class DiskReceiver(Receiver):
+class DiskReceiver(base.Receiver):
     """A rollout's side; see `base.Receiver`."""
 
-    def receive(self, version: int, sent: PushReceipt | None) -> IncomingWeights:
+    def receive(self, version: int, sent: base.PushReceipt | None) -> base.IncomingWeights:
         if sent is None:
             raise ValueError(f"version {version} is read from a directory; give the receipt of its push")
         return receive(sent)
 
 
-class DiskTransport(Transport):
+class DiskTransport(base.Transport):
     """See the module."""
 
     capabilities = TransportCapabilities(streaming=False, needs_directory=True)
 
     @staticmethod
-    def make_sender(setup: SenderSetup) -> DiskSender:
+    def make_sender(setup: base.SenderSetup) -> DiskSender:
         if setup.directory is None:
-            raise ConfigError(f"{KEY}.transport={setup.transport}: has no directory; set {KEY}.directory")
+            raise ConfigError(f"{base.KEY}.transport={setup.transport}: has no directory; set {base.KEY}.directory")
         return DiskSender(setup.directory, bucket_bytes=setup.bucket_bytes)
 
     @staticmethod
-    def make_receiver(setup: ReceiverSetup, address: None) -> DiskReceiver:
+    def make_receiver(setup: base.ReceiverSetup, address: None) -> DiskReceiver:
         return DiskReceiver()
 
 
-def receive(sent: PushReceipt) -> IncomingWeights:
+def receive(sent: base.PushReceipt) -> base.IncomingWeights:
     """Return the weights of a push.
 
     Raises:
         CheckpointError: (while iterating) the files are missing or belong to another push; the error names the
             directory.
     """
-    return IncomingWeights(_tensors(sent), fingerprint=lambda: sent.fingerprint)
+    return base.IncomingWeights(_tensors(sent), fingerprint=lambda: sent.fingerprint)
 
 
 def _open(directory: str) -> tuple[Any, str]:
@@ -126,17 +116,19 @@ def _write(fs: Any, folder: str, number: int, bucket: Bucket) -> str:
     return name
 
 
-def _tensors(sent: PushReceipt) -> Iterator[NamedTensor]:
+def _tensors(sent: base.PushReceipt) -> Iterator[NamedTensor]:
     from safetensors.torch import load
 
     fs, folder = _open(sent.stored)
     try:
         manifest = json.loads(fs.cat_file(f"{folder}/{MANIFEST}"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{sent.stored} holds no {MANIFEST}: can all machines access {KEY}.directory?") from error
+        raise CheckpointError(
+            f"{sent.stored} holds no {MANIFEST}: can all machines access {base.KEY}.directory?"
+        ) from error
     if manifest["fingerprint"] != sent.fingerprint:
         raise CheckpointError(
-            f"{sent.stored} holds other weights than were pushed: do two runs write to the same {KEY}.directory?"
+            f"{sent.stored} holds other weights than were pushed: do two runs write to the same {base.KEY}.directory?"
         )
     for name in manifest["files"]:
         named = load(fs.cat_file(f"{folder}/{name}")).items()

@@ -12,23 +12,14 @@ import torch
 from hybridrl.config.capabilities import TransportCapabilities
 from hybridrl.errors import ObjectLost, WorkerLost
 from hybridrl.single_controller.awaiting import wait_all
-from hybridrl.workers.weight_transfer.base import (
-    IncomingWeights,
-    PushReceipt,
-    Receiver,
-    ReceiverSetup,
-    Sender,
-    SenderSetup,
-    Transport,
-    store_buckets,
-)
+from hybridrl.workers.weight_transfer import base
 from hybridrl.workers.weight_transfer.buckets import Bucket, OutgoingWeights, unpack
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 
 NAME = "object_store"
 
 
-class ObjectStoreSender(Sender):
+class ObjectStoreSender(base.Sender):
     """The trainer's side; see `base.Sender`.
 
     bucket_bytes: size of a bucket, and of this process's memory for it.
@@ -37,48 +28,48 @@ class ObjectStoreSender(Sender):
     def __init__(self, *, bucket_bytes: int):
         self._bucket_bytes = bucket_bytes
 
-    def send(self, version: int, weights: OutgoingWeights) -> PushReceipt:
-        stored = store_buckets(weights, num_bytes=self._bucket_bytes, store=_put)
-        return PushReceipt(NAME, weights.fingerprint, weights.num_bytes, len(stored), stored)
+    def send(self, version: int, weights: OutgoingWeights) -> base.PushReceipt:
+        stored = base.store_buckets(weights, num_bytes=self._bucket_bytes, store=_put)
+        return base.PushReceipt(NAME, weights.fingerprint, weights.num_bytes, len(stored), stored)
 
     def close(self) -> None:
         """Do nothing: Ray frees the objects when their references are gone."""
 
 
-class ObjectStoreReceiver(Receiver):
+class ObjectStoreReceiver(base.Receiver):
     """A rollout's side; see `base.Receiver`."""
 
     def __init__(self, *, timeout_s: float):
         self._timeout_s = timeout_s
 
-    def receive(self, version: int, sent: PushReceipt | None) -> IncomingWeights:
+    def receive(self, version: int, sent: base.PushReceipt | None) -> base.IncomingWeights:
         if sent is None:
             raise ValueError(f"version {version} is in the object store; give the receipt of its push")
         return receive(sent, timeout_s=self._timeout_s)
 
 
-class ObjectStoreTransport(Transport):
+class ObjectStoreTransport(base.Transport):
     """See the module."""
 
     capabilities = TransportCapabilities(streaming=False)
 
     @staticmethod
-    def make_sender(setup: SenderSetup) -> ObjectStoreSender:
+    def make_sender(setup: base.SenderSetup) -> ObjectStoreSender:
         return ObjectStoreSender(bucket_bytes=setup.bucket_bytes)
 
     @staticmethod
-    def make_receiver(setup: ReceiverSetup, address: None) -> ObjectStoreReceiver:
+    def make_receiver(setup: base.ReceiverSetup, address: None) -> ObjectStoreReceiver:
         return ObjectStoreReceiver(timeout_s=setup.timeout_s)
 
 
-def receive(sent: PushReceipt, *, timeout_s: float) -> IncomingWeights:
+def receive(sent: base.PushReceipt, *, timeout_s: float) -> base.IncomingWeights:
     """Return the weights of a push.
 
     Raises:
         CallTimeout: (while iterating) a bucket was late.
         WorkerLost: (while iterating) the sender died, and a bucket with it.
     """
-    return IncomingWeights(_tensors(sent, timeout_s), fingerprint=lambda: sent.fingerprint)
+    return base.IncomingWeights(_tensors(sent, timeout_s), fingerprint=lambda: sent.fingerprint)
 
 
 def _put(number: int, bucket: Bucket) -> tuple:
@@ -87,7 +78,7 @@ def _put(number: int, bucket: Bucket) -> tuple:
     return bucket.entries, ray.put(bucket.data.numpy())
 
 
-def _tensors(sent: PushReceipt, timeout_s: float) -> Iterator[NamedTensor]:
+def _tensors(sent: base.PushReceipt, timeout_s: float) -> Iterator[NamedTensor]:
     for entries, reference in sent.stored:
         try:
             (array,) = wait_all([reference], role="actor", method="send_weights", timeout_s=timeout_s)

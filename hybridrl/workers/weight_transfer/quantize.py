@@ -24,17 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridrl.errors import ConfigError, NonFiniteError, StaleWeightsError
-from hybridrl.workers.weight_transfer.fingerprint import (
-    QUANTIZED,
-    SCALE_ENDING,
-    Dtypes,
-    NamedTensor,
-    WeightNames,
-    WeightStream,
-    is_scale,
-    pushed_dtype,
-    tensor_hash,
-)
+from hybridrl.workers.weight_transfer import fingerprint
 
 BLOCK = 128
 MIN_SCALE = torch.finfo(torch.float32).tiny  # of blocks of zeros, too: 0 / scale is 0, and no scale is denormal
@@ -115,7 +105,7 @@ def is_quantizable(name: str, tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def quantized_weights(weights: Iterable[NamedTensor], grid: Grid) -> Iterator[NamedTensor]:
+def quantized_weights(weights: Iterable[fingerprint.NamedTensor], grid: Grid) -> Iterator[fingerprint.NamedTensor]:
     """Yield the weights of a push, quantised where `is_quantizable`, each after its scales.
 
     Raises:
@@ -128,7 +118,7 @@ def quantized_weights(weights: Iterable[NamedTensor], grid: Grid) -> Iterator[Na
         if not bool(tensor.isfinite().all()):
             raise NonFiniteError(f"weight {name!r} is not finite and cannot be quantised; lower the learning rate")
         values, scales = quantize_blocks(tensor, grid)
-        yield name + SCALE_ENDING, scales
+        yield name + fingerprint.SCALE_ENDING, scales
         yield name, values
 
 
@@ -143,10 +133,12 @@ class Dequantizer:
         kept: Names of weights for which the engine has kernels: they stay quantised.
     """
 
-    def __init__(self, names: WeightNames, *, dtype: Dtypes, kept: Set[str] = frozenset()):
+    def __init__(self, names: fingerprint.WeightNames, *, dtype: fingerprint.Dtypes, kept: Set[str] = frozenset()):
         self._names, self._dtype, self._kept, self._total = names, dtype, kept, 0
 
-    def expect_full_push(self, weights: Iterable[NamedTensor], *, is_hashed: bool) -> WeightStream:
+    def expect_full_push(
+        self, weights: Iterable[fingerprint.NamedTensor], *, is_hashed: bool
+    ) -> fingerprint.WeightStream:
         """Return the stream of a push, for `merge`.
 
         Its bits are always hashed, because the engine will not hold them.
@@ -156,13 +148,13 @@ class Dequantizer:
             is_hashed: Has no effect.
         """
         self._total = 0
-        return WeightStream(weights, self._names, dtype=self._dtype)
+        return fingerprint.WeightStream(weights, self._names, dtype=self._dtype)
 
-    def expect_adapters(self, weights: Iterable[NamedTensor]) -> WeightStream:
+    def expect_adapters(self, weights: Iterable[fingerprint.NamedTensor]) -> fingerprint.WeightStream:
         """Refuse a push of adapters alone: what the sender quantises is the merged weight."""
         raise ConfigError("actor_rollout_ref.rollout.quantization: adapters cannot be pushed alone; use lora=merged")
 
-    def merge(self, stream: WeightStream) -> Iterator[NamedTensor]:
+    def merge(self, stream: fingerprint.WeightStream) -> Iterator[fingerprint.NamedTensor]:
         """Yield the weights to load into the engine.
 
         Raises:
@@ -170,18 +162,18 @@ class Dequantizer:
         """
         waiting: dict[str, torch.Tensor] = {}  # for the other one of a pair
         for name, tensor in stream:
-            if is_scale(name) or tensor.dtype in QUANTIZED:
-                weight = name.removesuffix(SCALE_ENDING)
-                other = weight if is_scale(name) else weight + SCALE_ENDING
+            if fingerprint.is_scale(name) or tensor.dtype in fingerprint.QUANTIZED:
+                weight = name.removesuffix(fingerprint.SCALE_ENDING)
+                other = weight if fingerprint.is_scale(name) else weight + fingerprint.SCALE_ENDING
                 if other not in waiting:
                     waiting[name] = tensor.clone()  # valid only until the next one is requested
                     continue
-                pair = (waiting.pop(other), tensor) if is_scale(name) else (tensor, waiting.pop(other))
+                pair = (waiting.pop(other), tensor) if fingerprint.is_scale(name) else (tensor, waiting.pop(other))
                 if weight in self._kept:
-                    yield from self._counted(weight + SCALE_ENDING, pair[1])
+                    yield from self._counted(weight + fingerprint.SCALE_ENDING, pair[1])
                     yield from self._counted(weight, pair[0])
                     continue
-                name, tensor = weight, dequantize_blocks(*pair, pushed_dtype(weight, self._dtype))
+                name, tensor = weight, dequantize_blocks(*pair, fingerprint.pushed_dtype(weight, self._dtype))
             yield from self._counted(name, tensor)
         if waiting:
             raise StaleWeightsError(
@@ -189,10 +181,10 @@ class Dequantizer:
                 "all weights again"
             )
 
-    def _counted(self, name: str, tensor: torch.Tensor) -> Iterator[NamedTensor]:
-        self._total += tensor_hash(tensor, pushed_dtype(name, self._dtype))
+    def _counted(self, name: str, tensor: torch.Tensor) -> Iterator[fingerprint.NamedTensor]:
+        self._total += fingerprint.tensor_hash(tensor, fingerprint.pushed_dtype(name, self._dtype))
         yield name, tensor
 
-    def expected_fingerprint(self, stream: WeightStream) -> int:
+    def expected_fingerprint(self, stream: fingerprint.WeightStream) -> int:
         """Return the fingerprint that the engine must have after all of `stream` went through `merge`."""
         return self._total % (1 << 64)

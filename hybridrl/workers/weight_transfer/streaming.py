@@ -14,15 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.system.machine import shared_memory_id
+from hybridrl.workers.weight_transfer import buckets
 from hybridrl.workers.weight_transfer.base import IncomingWeights, PushReceipt, Receiver, Sender, SenderSetup
-from hybridrl.workers.weight_transfer.buckets import (
-    Bucket,
-    OutgoingWeights,
-    entries_from_json,
-    entries_to_json,
-    fill_buckets,
-    unpack,
-)
 from hybridrl.workers.weight_transfer.channel import ChannelAddress, PeerLocation, ReceiverEnd, SenderEnd
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor
 
@@ -57,10 +50,10 @@ class StreamingSender(Sender):
         """Return the transport's part of the announcement of a full slot."""
 
     @abstractmethod
-    def _transmit(self, slot: int, bucket: Bucket) -> None:
+    def _transmit(self, slot: int, bucket: buckets.Bucket) -> None:
         """Start to move the bytes, if the transport has to. The bucket has been announced."""
 
-    def send(self, version: int, weights: OutgoingWeights) -> PushReceipt:
+    def send(self, version: int, weights: buckets.OutgoingWeights) -> PushReceipt:
         """See `Sender.send`."""
         number = 0
 
@@ -71,8 +64,8 @@ class StreamingSender(Sender):
 
         try:
             self._end.accept(self._rendezvous(self._end.start_push(version)))
-            for bucket in fill_buckets(weights, num_bytes=self._bucket_bytes, buffer=buffer):
-                message = {"bytes": len(bucket.data), "entries": entries_to_json(bucket.entries)}
+            for bucket in buckets.fill_buckets(weights, num_bytes=self._bucket_bytes, buffer=buffer):
+                message = {"bytes": len(bucket.data), "entries": buckets.entries_to_json(bucket.entries)}
                 self._end.announce(number, message | self._publish(number % NUM_SLOTS))
                 self._transmit(number % NUM_SLOTS, bucket)
                 number += 1
@@ -124,7 +117,9 @@ class StreamingReceiver(Receiver):
             if "fingerprint" in message:
                 trailer["fingerprint"] = message["fingerprint"]
             else:
-                yield from unpack(Bucket(entries_from_json(message["entries"]), self._fetch(message)))
+                yield from buckets.unpack(
+                    buckets.Bucket(buckets.entries_from_json(message["entries"]), self._fetch(message))
+                )
                 self._release()
             self._end.report_received(number)
             number += 1

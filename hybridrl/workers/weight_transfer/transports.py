@@ -7,20 +7,10 @@ from hybridrl.config.capabilities import TransportCapabilities
 from hybridrl.config.schema.rollout import TRANSPORTS_BY_PLACEMENT, WeightSyncConfig
 from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.registry import Registry
-from hybridrl.workers.weight_transfer.base import (
-    KEY,
-    IncomingWeights,
-    PushReceipt,
-    Receiver,
-    ReceiverSetup,
-    Sender,
-    SenderAddress,
-    SenderSetup,
-    Transport,
-)
+from hybridrl.workers.weight_transfer import base
 
-TRANSPORTS: Registry[type[Transport]] = Registry(
-    f"{KEY}.transport",
+TRANSPORTS: Registry[type[base.Transport]] = Registry(
+    f"{base.KEY}.transport",
     kind="transport",
     builtins={
         name: f"hybridrl.workers.weight_transfer.{name}:{cls}"
@@ -35,7 +25,7 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
 )
 
 
-def transport_class(name: str) -> type[Transport]:
+def transport_class(name: str) -> type[base.Transport]:
     """Return the transport called `name`, or the one at an import path.
 
     Raises:
@@ -46,7 +36,7 @@ def transport_class(name: str) -> type[Transport]:
             f"{TRANSPORTS.setting}={problem}; {' and '.join(TRANSPORTS_BY_PLACEMENT)} leave the choice to hybridrl"
         )
     found = TRANSPORTS.lookup(name)
-    if not (isinstance(found, type) and issubclass(found, Transport)):
+    if not (isinstance(found, type) and issubclass(found, base.Transport)):
         raise ConfigError(
             f"{TRANSPORTS.setting}={name}: {found!r} is not a transport; derive a class from "
             "hybridrl.workers.weight_transfer.Transport"
@@ -61,9 +51,9 @@ def transport_capabilities(name: str) -> TransportCapabilities:
 
 def make_sender(
     name: str, settings: WeightSyncConfig, *, host: str, num_receivers: int, device: str, timeout_s: float = 1800.0
-) -> Sender:
+) -> base.Sender:
     """Return the sender of transport `name`; see `SenderSetup`."""
-    setup = SenderSetup(
+    setup = base.SenderSetup(
         transport=name,
         bucket_bytes=settings.bucket_mb << 20,
         directory=settings.directory,
@@ -84,15 +74,15 @@ class Receivers:
     """
 
     def __init__(self, *, rank: int, device: str, timeout_s: float):
-        self._setup = ReceiverSetup(rank=rank, device=device, timeout_s=timeout_s)
-        self._streaming: Receiver | None = None
+        self._setup = base.ReceiverSetup(rank=rank, device=device, timeout_s=timeout_s)
+        self._streaming: base.Receiver | None = None
 
-    def join(self, address: SenderAddress) -> None:
+    def join(self, address: base.SenderAddress) -> None:
         """Connect to a streaming sender, in place of an earlier one."""
         self.close()
         self._streaming = transport_class(address.transport).make_receiver(self._setup, address)
 
-    def receive(self, version: int, sent: PushReceipt | None) -> IncomingWeights:
+    def receive(self, version: int, sent: base.PushReceipt | None) -> base.IncomingWeights:
         """Return the weights of `version` as they arrive.
 
         Args:

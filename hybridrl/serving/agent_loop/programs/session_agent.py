@@ -19,13 +19,7 @@ from typing import Any
 
 from hybridrl.errors import AgentFailed, ConfigError, HybridRLError, RequestFailed
 from hybridrl.rewards.sample_score import as_number
-from hybridrl.serving.agent_loop.base import (
-    AgentLoop,
-    AgentLoopContext,
-    AgentLoopOutput,
-    columns_of,
-    register_agent_loop,
-)
+from hybridrl.serving.agent_loop import base
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.continuation import PolicyClient
 from hybridrl.serving.sessions.rows import SessionRow, session_rows
@@ -50,20 +44,20 @@ class SessionEpisode:
     policy: PolicyClient
     loop: asyncio.AbstractEventLoop
     columns: dict[str, Any]
-    context: AgentLoopContext
+    context: base.AgentLoopContext
     clock: EpisodeClock
     session: Session = field(init=False)
     failure: Exception | None = None
 
     @classmethod
     def open(
-        cls, name: str, context: AgentLoopContext, sampling: SamplingParams, row: dict[str, Any]
+        cls, name: str, context: base.AgentLoopContext, sampling: SamplingParams, row: dict[str, Any]
     ) -> "SessionEpisode":
         """Return the episode of a row. Raises ConfigError without an endpoint. name: of the agent loop."""
         if (host := context.session_host) is None:
             raise ConfigError(f"the agent loop {name} needs actor_rollout_ref.rollout.endpoint_port")
         request, loop = row["request"], asyncio.get_running_loop()
-        episode = cls(host, row["client"], loop, columns_of(row), context, EpisodeClock.of(row))
+        episode = cls(host, row["client"], loop, base.columns_of(row), context, EpisodeClock.of(row))
         lengths = (context.max_prompt_length, context.max_response_length)
         episode.session = host.sessions.open_episode(
             EpisodeLimits(episode, sampling, request.seed, request.sample, *lengths)
@@ -88,7 +82,7 @@ class SessionEpisode:
         """Whether a request was refused for want of room. The agent may fail because of that, and is trained."""
         return self.session.was_full and bool(self.session.turns)
 
-    def output(self, returned: Any, *, agent: str) -> AgentLoopOutput:
+    def output(self, returned: Any, *, agent: str) -> base.AgentLoopOutput:
         """Return the main conversation, with the others as branches.
 
         Args:
@@ -125,9 +119,9 @@ class SessionEpisode:
         return replace(main, reward=next(given, None), counts=counts, branches=kept)
 
 
-def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
+def _output_of(row: SessionRow, reward: float | None) -> base.AgentLoopOutput:
     """Return a row of a session, with a reward of its own or None."""
-    return AgentLoopOutput(
+    return base.AgentLoopOutput(
         *(row.prompt_ids, row.response_ids, row.response_mask, row.response_logprobs),
         num_turns=2 * len(row.turns),
         version=min(version for version, mask in zip(row.token_versions, row.response_mask, strict=True) if mask),
@@ -138,7 +132,7 @@ def _output_of(row: SessionRow, reward: float | None) -> AgentLoopOutput:
     )
 
 
-class SessionAgentLoop(AgentLoop):
+class SessionAgentLoop(base.AgentLoop):
     """Base class of loops whose agent sends its requests to a session."""
 
     has_own_deadline = True
@@ -147,7 +141,7 @@ class SessionAgentLoop(AgentLoop):
     async def play(self, episode: SessionEpisode) -> Any:
         """Return the agent's reward or None, when it has ended. Raises AgentFailed if it failed."""
 
-    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> base.AgentLoopOutput:
         """Return the conversations of the agent, the main one first.
 
         An agent that ran out of tokens may fail because of that. Raises AgentFailed if it failed otherwise, or has sent
@@ -165,13 +159,13 @@ class SessionAgentLoop(AgentLoop):
         return episode.output(reward, agent=self.player)
 
 
-@register_agent_loop("outside_agent")
+@base.register_agent_loop("outside_agent")
 class OutsideAgentLoop(SessionAgentLoop):
     """Offers each row at the endpoint, and waits for the program that claims it."""
 
     has_own_pace = True  # a program may play one episode at a time, so none may wait for others to be claimed
 
-    def __init__(self, context: AgentLoopContext):
+    def __init__(self, context: base.AgentLoopContext):
         super().__init__(context)
         self.player = "the program outside"
 

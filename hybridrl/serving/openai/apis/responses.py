@@ -10,23 +10,15 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridrl.serving.openai import parameters
 from hybridrl.serving.openai.apis.api import Api, Event, StreamWriter, oldest_version
 from hybridrl.serving.openai.chat import text_or_parts
 from hybridrl.serving.openai.choice import Choice
-from hybridrl.serving.openai.parameters import (
-    OWN_SAMPLING,
-    ParameterNames,
-    RequestError,
-    automatic_choice,
-    get_typed,
-    no_format,
-    shorten,
-)
 
 MAX_STORED = 1024  # answers
 MAX_STORED_CHARACTERS = 64_000_000  # of all stored answers, each with its whole conversation
-PASSED_ON = ("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "stream", *OWN_SAMPLING)
-NAMES = ParameterNames(
+PASSED_ON = ("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "stream", *parameters.OWN_SAMPLING)
+NAMES = parameters.ParameterNames(
     supported={*PASSED_ON, "input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store"},
     unsupported={
         "background": (None, False),
@@ -45,7 +37,7 @@ NAMES = ParameterNames(
         *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         "stream_options",
     },
-    demands={"tool_choice": automatic_choice, "text": no_format},
+    demands={"tool_choice": parameters.automatic_choice, "text": parameters.no_format},
 )
 TEXT_PARTS = ("input_text", "output_text", "text")
 Messages = Sequence[Mapping[str, Any]]
@@ -88,7 +80,7 @@ class ResponsesWriter(StreamWriter):
             "incomplete" if is_cut else "completed", response=response_body(self.choice, output=self._items)
         )
 
-    def fail(self, error: RequestError) -> Iterator[Event]:
+    def fail(self, error: parameters.RequestError) -> Iterator[Event]:
         about = {"code": "server_error", "message": error.message}
         yield self._event(
             "failed", response=response_body(self.choice, output=self._items, status="failed", error=about)
@@ -144,25 +136,25 @@ class ResponsesApi(Api):
         self._lock = threading.Lock()
 
     def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        get_typed(body, "store", bool, True)
-        instructions = get_typed(body, "instructions", str, None)
+        parameters.get_typed(body, "store", bool, True)
+        instructions = parameters.get_typed(body, "instructions", str, None)
         system = [] if instructions is None else [{"role": "system", "content": instructions}]
         messages = [*system, *self._earlier(body), *messages_of(body.get("input"))]
         chat = {name: body[name] for name in PASSED_ON if name in body} | {"messages": messages}
-        if (limit := get_typed(body, "max_output_tokens", int, None)) is not None:
+        if (limit := parameters.get_typed(body, "max_output_tokens", int, None)) is not None:
             chat["max_tokens"] = limit
         return chat | ({"tools": chat_tools(body["tools"])} if body.get("tools") else {})
 
     def _earlier(self, body: dict[str, Any]) -> Messages:
         """Return the messages that `previous_response_id` names, without instructions."""
-        name = get_typed(body, "previous_response_id", str, None)
+        name = parameters.get_typed(body, "previous_response_id", str, None)
         if name is None:
             return []
         with self._lock:
             if name not in self._stored:
-                raise RequestError(
-                    f"previous_response_id={shorten(name)}: there is no such answer, or it was not stored; the newest "
-                    f"{MAX_STORED} are. Send the whole conversation as input",
+                raise parameters.RequestError(
+                    f"previous_response_id={parameters.shorten(name)}: there is no such answer, or it was not stored; "
+                    f"the newest {MAX_STORED} are. Send the whole conversation as input",
                     param="previous_response_id",
                     code="previous_response_not_found",
                 )
@@ -247,7 +239,7 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise RequestError("input is missing: a text, or a list of items", param="input")
+        raise parameters.RequestError("input is missing: a text, or a list of items", param="input")
     messages: list[dict[str, Any]] = []
     for item in given:
         _append(messages, item)
@@ -270,8 +262,9 @@ def _append(messages: list[dict[str, Any]], item: Any) -> None:
         output = text_or_parts(item.get("output"), TEXT_PARTS, param="input")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     else:
-        raise RequestError(
-            f"input: {shorten(item)} is not supported; items are messages, function_call and function_call_output",
+        raise parameters.RequestError(
+            f"input: {parameters.shorten(item)} is not supported; items are messages, function_call and "
+            "function_call_output",
             param="input",
         )
 
@@ -285,8 +278,9 @@ def chat_tools(tools: Any) -> Any:
 
 def _chat_tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise RequestError(
-            f'tools: {shorten(tool)} is not supported; give {{"type": "function", "name": ...}}', param="tools"
+        raise parameters.RequestError(
+            f'tools: {parameters.shorten(tool)} is not supported; give {{"type": "function", "name": ...}}',
+            param="tools",
         )
     names = ("name", "description", "parameters")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}

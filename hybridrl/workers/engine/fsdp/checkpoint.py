@@ -19,12 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.engine.checkpoint_files import (
-    PortableWriter,
-    collective_write,
-    get_random_state,
-    set_random_state,
-)
+from hybridrl.workers.engine import checkpoint_files
 from hybridrl.workers.engine.safe_load import METADATA, read_metadata, without_code
 
 
@@ -35,8 +30,8 @@ def save_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optim
         StorageError: Some rank cannot write. Raised on every rank.
     """
     state = _state(model, optimizer) | {"step": torch.tensor(step), "random": _random_state()}
-    with collective_write(directory):
-        dcp.save(state, storage_writer=PortableWriter(directory))
+    with checkpoint_files.collective_write(directory):
+        dcp.save(state, storage_writer=checkpoint_files.PortableWriter(directory))
 
 
 def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -99,8 +94,8 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _random_state() -> dict[str, torch.Tensor]:
-    return {f"{generator}_{dist.get_rank()}": state for generator, state in get_random_state().items()}
+    return {f"{generator}_{dist.get_rank()}": state for generator, state in checkpoint_files.get_random_state().items()}
 
 
 def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    set_random_state({key.rpartition("_")[0]: value for key, value in state.items()})
+    checkpoint_files.set_random_state({key.rpartition("_")[0]: value for key, value in state.items()})

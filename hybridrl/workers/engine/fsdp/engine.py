@@ -24,7 +24,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine
-from hybridrl.workers.engine import attention
+from hybridrl.workers.engine import attention, hf_model, sharded_engine
 from hybridrl.workers.engine.attention.layer_kinds import check_packable
 from hybridrl.workers.engine.attention.packed_attention import use_packed_layout
 from hybridrl.workers.engine.base import EngineSetup, LossFn, MeshPosition, MicroBatching, StateTensors
@@ -32,26 +32,9 @@ from hybridrl.workers.engine.batching.layout import TokenLayout
 from hybridrl.workers.engine.batching.micro_batches import layout_of, split_micro_batches
 from hybridrl.workers.engine.batching.outputs import OutputReader, check_outputs, token_columns
 from hybridrl.workers.engine.fsdp.checkpoint import load_state, save_state
-from hybridrl.workers.engine.hf_model import (
-    decoder_blocks,
-    empty_model,
-    hf_config,
-    load_model,
-    reads_images,
-    recompute_activations,
-    scalar_heads,
-)
-from hybridrl.workers.engine.sharded_engine import (
-    ShardedEngine,
-    Stats,
-    adam_options,
-    as_numbers,
-    loss_of_no_rows,
-    without_gradient,
-)
 
 
-class FSDPEngine(ShardedEngine):
+class FSDPEngine(sharded_engine.ShardedEngine):
     """An `Engine` on `torch.distributed.fsdp.fully_shard`.
 
     `setup` creates `model`, the sharded module. It stays in eval mode: without dropout, PPO's ratio starts at 1.
@@ -67,7 +50,7 @@ class FSDPEngine(ShardedEngine):
         self._part = attention.sequence_part(size) if size > 1 else None
         self.mesh_position = MeshPosition(rank // size, dist.get_world_size() // size, is_output_rank=not rank % size)
         self.model = _sharded_model(config, self._device)
-        self._blank = engine.prepare_images(self.model) if reads_images(self.model.config) else None
+        self._blank = engine.prepare_images(self.model) if hf_model.reads_images(self.model.config) else None
         self._shares_prefixes = config.share_prefixes and attention.use_tree_attention(self.model)
         self._reader = OutputReader(
             self.model,
@@ -152,18 +135,18 @@ class FSDPEngine(ShardedEngine):
         self._require_optimizer()
         check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
         self._load_to_device(params=True)
-        stats: list[Stats] = []
+        stats: list[sharded_engine.Stats] = []
         for rows, layout in self._micro_batch_layouts(batch, micro):
             results = self._read(batch, rows, layout, outputs)
             if rows:
                 loss, values = loss_fn(results, batch.select_idxs(rows).to(self._device))
                 counts = {**(layout.tree.token_counts() if layout.tree else {}), **self._routing_counts()}
-                stats.append(without_gradient({**values, **counts}))
+                stats.append(sharded_engine.without_gradient({**values, **counts}))
             else:
-                loss = loss_of_no_rows(results)
+                loss = sharded_engine.loss_of_no_rows(results)
             loss.backward()  # FSDP2 reduce-scatters the gradients in here
         self._reshard()
-        return as_numbers(stats) if self.mesh_position.is_output_rank else []
+        return sharded_engine.as_numbers(stats) if self.mesh_position.is_output_rank else []
 
     @cached_property
     def _saved_names(self) -> frozenset[str]:
@@ -222,12 +205,14 @@ def _sharded_model(config: EngineSetup, device: torch.device) -> nn.Module:
 
     Only rank 0 ever holds the full model, in host memory.
     """
-    settings = hf_config(config)
+    settings = hf_model.hf_config(config)
     dtype = config.compute_dtype if config.optim is None else torch.float32
     if dist.get_world_size() == 1:
-        return _shard(_adapted(load_model(config, settings, dtype=dtype), config), config)
+        return _shard(_adapted(hf_model.load_model(config, settings, dtype=dtype), config), config)
     whole = _load_on_rank_zero(config, settings, dtype=dtype)
-    model = _shard(_adapted(empty_model(config, settings, dtype=dtype), config), config).to_empty(device=device)
+    model = _shard(_adapted(hf_model.empty_model(config, settings, dtype=dtype), config), config).to_empty(
+        device=device
+    )
     state = {} if whole is None else whole.state_dict()
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     # The meta device skips buffers computed at construction (rotary frequencies), which no checkpoint holds.
@@ -253,7 +238,7 @@ def _load_on_rank_zero(config: EngineSetup, settings: Any, *, dtype: torch.dtype
     model, problem = None, None
     if dist.get_rank() == 0:
         try:
-            model = _adapted(load_model(config, settings, dtype=dtype), config)
+            model = _adapted(hf_model.load_model(config, settings, dtype=dtype), config)
         except Exception as error:  # raised below, on every rank
             problem = error
     errors = [problem and f"{type(problem).__name__}: {problem}"]
@@ -268,9 +253,9 @@ def _load_on_rank_zero(config: EngineSetup, settings: Any, *, dtype: torch.dtype
 def _shard(model: nn.Module, config: EngineSetup) -> nn.Module:
     if config.packed:
         check_packable(model)
-    blocks = decoder_blocks(model)
+    blocks = hf_model.decoder_blocks(model)
     if config.gradient_checkpointing:
-        recompute_activations(blocks)
+        hf_model.recompute_activations(blocks)
     if config.optim is None:
         model.requires_grad_(False)
     if config.freeze_vision_tower:
@@ -280,7 +265,7 @@ def _shard(model: nn.Module, config: EngineSetup) -> nn.Module:
         "mp_policy": MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=torch.float32),
         "reshard_after_forward": config.settings.reshard_after_forward,
     }
-    for head in scalar_heads(model, kind=config.kind):
+    for head in hf_model.scalar_heads(model, kind=config.kind):
         fully_shard(
             head,
             **settings | {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)},
@@ -307,7 +292,7 @@ def _adamw(config: EngineSetup, model: nn.Module) -> torch.optim.AdamW | None:
     if config.optim is None:
         return None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=config.optim.lr, **adam_options(config.optim), fused=True)
+    return torch.optim.AdamW(trained, lr=config.optim.lr, **sharded_engine.adam_options(config.optim), fused=True)
 
 
 @torch.no_grad()

@@ -26,13 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hybridrl.errors import CheckpointError
 from hybridrl.system.atomic_write import fsync_path
-from hybridrl.workers.engine.checkpoint_files import (
-    PortableWriter,
-    collective_write,
-    get_random_state,
-    raise_on_all_ranks,
-    set_random_state,
-)
+from hybridrl.workers.engine import checkpoint_files
 from hybridrl.workers.engine.megatron.network import Network
 from hybridrl.workers.engine.safe_load import without_code
 from hybridrl.workers.engine.sharded_engine import create_adam_state
@@ -53,7 +47,7 @@ def save_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
         StorageError: Some rank cannot write. Raised on every rank.
     """
     state = _state(chunks, optimizer, is_loading=False) | {"step": step}
-    with collective_write(directory):
+    with checkpoint_files.collective_write(directory):
         dist_checkpointing.save(
             state, directory, sharded_strategy=_InProcessSaveStrategy("torch_dist", 1), content_metadata=dict(FORMAT)
         )
@@ -62,12 +56,12 @@ def save_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
         _write_rank_files(directory)
     except (OSError, RuntimeError) as error:  # torch's file format raises RuntimeError
         problem = error
-    raise_on_all_ranks(problem, directory)
+    checkpoint_files.raise_on_all_ranks(problem, directory)
 
 
 def _write_rank_files(directory: str) -> None:
     random_path = os.path.join(directory, _random_file())
-    torch.save(get_random_state(), random_path)
+    torch.save(checkpoint_files.get_random_state(), random_path)
     shared = [os.path.join(directory, name) for name in ("common.pt", "metadata.json")] if dist.get_rank() == 0 else []
     for path in [random_path, *shared]:
         if os.path.exists(path):  # from 0.19 on, megatron-core keeps among the shards what was in common.pt
@@ -101,7 +95,7 @@ def load_state(directory: str, *, chunks: list[Network], optimizer: MegatronOpti
         _separate_steps(optimizer)
     random_path = os.path.join(directory, _random_file())
     if os.path.exists(random_path):
-        set_random_state(torch.load(random_path, weights_only=True))
+        checkpoint_files.set_random_state(torch.load(random_path, weights_only=True))
     return int(loaded["step"])
 
 
@@ -125,7 +119,7 @@ class _InProcessSaveStrategy(TorchDistSaveShardedStrategy):
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(flat, False),
-            storage_writer=PortableWriter(checkpoint_dir),
+            storage_writer=checkpoint_files.PortableWriter(checkpoint_dir),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),

@@ -21,15 +21,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine
 from hybridrl.workers.engine.hf_model import reads_images
+from hybridrl.workers.rollout.sampling import sampler
 from hybridrl.workers.rollout.sampling.logits import TokenHistory
-from hybridrl.workers.rollout.sampling.sampler import (
-    SamplingParams,
-    StopCondition,
-    draw_tokens,
-    needs_history,
-    uniforms,
-    without_tokens,
-)
 from hybridrl.workers.rollout.sampling.scores import ScoreRequest, TokenScores
 from hybridrl.workers.rollout.vllm.executor import local_shards, sum_over_group
 from hybridrl.workers.rollout.vllm.memory_release import release_pages
@@ -51,7 +44,7 @@ class SampledBatch:
     """
 
     keys: torch.Tensor
-    sampling: SamplingParams
+    sampling: sampler.SamplingParams
     tokens: torch.Tensor
     log_probs: torch.Tensor
     history: TokenHistory | None = None
@@ -68,8 +61,10 @@ class SampledBatch:
         history = self.history
         process = None if history is None else history.processor(logits, rows, steps)
         if self.never is not None:
-            process = without_tokens(self.never, logits, process)
-        tokens, log_probs = draw_tokens(logits, uniforms(self.keys[rows], steps), self.sampling, process=process)
+            process = sampler.without_tokens(self.never, logits, process)
+        tokens, log_probs = sampler.draw_tokens(
+            logits, sampler.uniforms(self.keys[rows], steps), self.sampling, process=process
+        )
         # A partly computed prompt draws a token that vLLM discards. The right one overwrites it here later.
         self.tokens[rows, steps] = tokens
         self.log_probs[rows, steps] = log_probs
@@ -216,8 +211,8 @@ class RolloutExtension:
         self,
         prompts: list[list[int]],
         keys: torch.Tensor,
-        sampling: SamplingParams,
-        stop_condition: StopCondition,
+        sampling: sampler.SamplingParams,
+        stop_condition: sampler.StopCondition,
         num_done: int,
     ) -> None:
         """Sample the requests of the next `generate` call with these keys (S,) int64."""
@@ -241,8 +236,8 @@ class RolloutExtension:
         number: int,
         prompts: list[list[int]],
         keys: torch.Tensor,
-        sampling: SamplingParams,
-        stop_condition: StopCondition,
+        sampling: sampler.SamplingParams,
+        stop_condition: sampler.StopCondition,
         num_done: int,
     ) -> None:
         """Create a batch for served requests. `assign_slot` gives its rows to requests."""
@@ -270,12 +265,12 @@ class RolloutExtension:
         self,
         prompts: list[list[int]],
         keys: torch.Tensor,
-        sampling: SamplingParams,
-        stop_condition: StopCondition,
+        sampling: sampler.SamplingParams,
+        stop_condition: sampler.StopCondition,
         num_done: int,
     ) -> SampledBatch:
         config, shape, history = self.vllm_config.model_config.hf_config, (len(keys), sampling.max_new_tokens), None
-        if needs_history(sampling, stop_condition):
+        if sampler.needs_history(sampling, stop_condition):
             history = TokenHistory(prompts, sampling, stop_condition, num_done=num_done, device=self.device)
         return SampledBatch(
             keys=keys.to(self.device),
