@@ -82,12 +82,8 @@ class ResourcePoolManager:
             raise ConfigError(
                 f"mapping names the pools {unknown}, but resource_pool_spec has {sorted(resource_pool_spec)}"
             )
-        self.resource_pool_spec, self.mapping, self.use_gpu, self.backend = (
-            resource_pool_spec,
-            dict(mapping),
-            use_gpu,
-            backend,
-        )
+        self.resource_pool_spec, self.mapping = resource_pool_spec, dict(mapping)
+        self.use_gpu, self.backend = use_gpu, backend
         self.max_colocate_count, self.hints = max_colocate_count, dict(hints or {})
         self.resource_pool_dict: dict[str, ResourcePool] = {}
 

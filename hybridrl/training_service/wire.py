@@ -172,10 +172,8 @@ def pass_message(request: Pass) -> bytes:
         for name, array in datum.inputs.items():
             is_float = array.dtype.kind == "f"
             tensor = added.loss_fn_inputs[name]
-            tensor.dtype, tensor.dense = (
-                FLOAT32 if is_float else INT64,
-                array.astype(np.float32 if is_float else np.int64).tobytes(),
-            )
+            tensor.dtype = FLOAT32 if is_float else INT64
+            tensor.dense = array.astype(np.float32 if is_float else np.int64).tobytes()
             tensor.shape.extend(array.shape)
     return message.SerializeToString(deterministic=True)
 

@@ -87,9 +87,8 @@ class ActorRolloutRefWorker(WeightPushMixin):
             total_optimizer_steps: Length of the learning-rate schedule.
         """
         load_plugins(self.config)
-        get_policy_loss(
-            self.config.actor_rollout_ref.actor.policy_loss.loss_mode
-        )  # refuse an unknown name now, not after the first generation
+        # Refuse an unknown name now, not after the first generation.
+        get_policy_loss(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
         trainer, num_peers = self.config.trainer, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         single_process = self.components == ["rollout"] and num_peers == 1
         self.device = init_worker_process(

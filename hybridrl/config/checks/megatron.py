@@ -68,11 +68,8 @@ def layout_problems(megatron: MegatronConfig, *, world_size: int, key: str) -> I
         world_size: Number of processes.
         key: Name of the section in messages.
     """
-    tp, pp, cp = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    cp = megatron.context_parallel_size
     ep, vpp = megatron.expert_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
     if world_size % (tp * pp * cp):
         yield (

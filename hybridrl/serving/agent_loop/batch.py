@@ -286,9 +286,8 @@ class AgentBatch:
                 output = failures.left_out_output(row["request"])
                 break
             await asyncio.sleep(failures.BACK_OFF_S * 2 ** (causes.total() - 1))
-            self.clients[number] = RowClient(
-                self, client.has_own_pace
-            )  # requests that the loop has left open go to the old one
+            # Requests that the loop has left open go to the old client.
+            self.clients[number] = RowClient(self, client.has_own_pace)
         counts = {f"{failures.FAILURE}{cause}": float(times) for cause, times in causes.items()}
         return replace(output, counts=output.counts | counts)
 

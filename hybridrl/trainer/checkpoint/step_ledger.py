@@ -65,9 +65,8 @@ class StepLedger:
         self.engine_updates: dict[str, Sequence[int]] = {}
         self.step = 0  # the last completed one
         self.updates = Updates()  # as the workers reported them to this process
-        self._start_entry: dict[str, Any] | None = (
-            None  # written with the first step, so that a run without steps writes nothing
-        )
+        # Written with the first step, so that a run without steps writes nothing.
+        self._start_entry: dict[str, Any] | None = None
         self._checksum = ""
         self._stage_runs: collections.Counter[str] = collections.Counter()
         self._count_lock = threading.Lock()  # stages may run concurrently

@@ -71,9 +71,8 @@ def _check_on_hub(name: str, *, key: str) -> None:
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=PROBE_TIMEOUT_S)
-    except (
-        Exception
-    ) as error:  # "no such model", "not a name", "no network" and "not allowed" have no common base class
+    # "No such model", "not a name", "no network" and "not allowed" have no common base class.
+    except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
             f"{key}={name}: no such directory, and not available as a name of the Hugging Face hub ({reason})"

@@ -83,12 +83,8 @@ CHOICE = ("filter_groups", "select_samples", "replay", "add_branches")
 """Stages that replace, drop and add rows."""
 SAMPLING, SCORING = (("gen", *CHOICE), ("reward", *CHOICE))
 """Stages that write samples, and scores."""
-OLD, REF, CORRECT, TEACH = (
-    ("old_log_prob", "reuse_log_probs"),
-    ("ref", "old_log_prob"),
-    ("rollout_correction",),
-    ("teacher",),
-)
+OLD, REF = ("old_log_prob", "reuse_log_probs"), ("ref", "old_log_prob")
+CORRECT, TEACH = ("rollout_correction",), ("teacher",)
 
 
 def by(condition: Callable[[PPOConfig], Any]) -> Condition:

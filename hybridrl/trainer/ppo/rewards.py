@@ -122,10 +122,8 @@ def score_batch(
     if reward_fn is None:
         scores_BR = batch.batch["rm_scores"]
         valid_B = scores_BR.isfinite().all(-1)
-        batch.batch["token_level_scores"], batch.batch["reward_valid"] = (
-            torch.where(valid_B[:, None], scores_BR, 0.0),
-            valid_B,
-        )
+        batch.batch["token_level_scores"] = torch.where(valid_B[:, None], scores_BR, 0.0)
+        batch.batch["reward_valid"] = valid_B
         return {}
     out = reward_fn(batch)
     batch.batch["token_level_scores"], batch.batch["reward_valid"] = out.reward_tensor, out.valid

@@ -249,10 +249,8 @@ def check_roles(config: PPOConfig, roles: Collection[Role], *, has_reward: bool,
 
 def _check_old_log_probs(config: PPOConfig) -> None:
     """Raise ConfigError for a setting of the stage that cannot be met. Middleware that reads no log-probs is fine."""
-    key, chosen = (
-        "actor_rollout_ref.actor.calculate_old_log_probs",
-        config.actor_rollout_ref.actor.calculate_old_log_probs,
-    )
+    key = "actor_rollout_ref.actor.calculate_old_log_probs"
+    chosen = config.actor_rollout_ref.actor.calculate_old_log_probs
     if bypasses_old_log_prob(config):
         if chosen:
             raise ConfigError(

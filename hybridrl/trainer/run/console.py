@@ -259,10 +259,8 @@ def throughput_fields(metrics: Mapping[str, float]) -> list[str]:
     With generation they are the generated tokens per second of generation, otherwise those of the batch per second of
     the step.
     """
-    seconds, tokens = (
-        metrics.get("perf/time_per_step", metrics.get("timing_s/step")),
-        metrics.get("perf/total_num_tokens"),
-    )
+    seconds = metrics.get("perf/time_per_step", metrics.get("timing_s/step"))
+    tokens = metrics.get("perf/total_num_tokens")
     if seconds:
         seconds -= metrics.get(TESTING, 0.0)
     shown = []

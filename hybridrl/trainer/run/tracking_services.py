@@ -51,9 +51,8 @@ class MlflowTracker:
             parameters = [
                 self._mlflow.entities.Param(_mlflow_name(key), str(value)[:6000]) for key, value in flatten(run.config)
             ]
-            for first in range(
-                0, len(parameters), 100
-            ):  # MLflow's limits: 100 parameters per call, 6000 characters each
+            # MLflow's limits: 100 parameters per call, 6000 characters each.
+            for first in range(0, len(parameters), 100):
                 self._client.log_batch(run_id, params=parameters[first : first + 100])
             (run.directory / "mlflow_run_id").write_text(run_id)
         else:

@@ -39,9 +39,8 @@ def decoded_image(encoded: bytes, location: str) -> "Image.Image":
             f"{location}: {len(encoded)} bytes that begin with {encoded[:12]!r} are no image; formats are "
             f"{', '.join(FORMATS)}"
         ) from error
-    except (
-        Exception
-    ) as error:  # decoders of damaged files raise anything: OSError, ValueError, SyntaxError, struct.error
+    # Decoders of damaged files raise anything: OSError, ValueError, SyntaxError, struct.error.
+    except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{location}: an image is damaged or too large: {reason:.200}") from error
 

@@ -184,14 +184,10 @@ class StepGroups:
         if chosen.any():
             self._usable.append(rows.select_idxs(chosen))
         self._num_batches += 1
-        self._num_groups, self._num_filtered = (
-            self._num_groups + len(differs),
-            self._num_filtered + int((~differs).sum()),
-        )
-        self._metric_sum, self._num_valid = (
-            self._metric_sum + float(values[valid].sum()),
-            self._num_valid + int(valid.sum()),
-        )
+        self._num_groups += len(differs)
+        self._num_filtered += int((~differs).sum())
+        self._metric_sum += float(values[valid].sum())
+        self._num_valid += int(valid.sum())
         return self._is_full()
 
     def _is_full(self) -> bool:

@@ -123,9 +123,8 @@ class OutputReader:
         """Return the outputs (N, ...) of response tokens, from their logits."""
         self._wanted_states = layout.state
         logits = self._run(layout).flatten(0, -2)
-        if (
-            self._wanted_states is not None
-        ):  # the hook did not run: the model does not call its output embedding as a module
+        # The hook did not run: the model does not call its output embedding as a module.
+        if self._wanted_states is not None:
             logits, self._wanted_states = logits[layout.state], None
         stats = token_stats.token_stats(
             logits,

@@ -130,9 +130,8 @@ LAYER_TENSORS = {
     **_mlp("mlp.", "mlp."),
     **{name: mapping for layer in ADAPTABLE for name, mapping in layer.tensors().items()},
 }
-EXPERT_TENSORS = {
-    name: TensorMapping(mapping.hf_names, mapping.kind) for name, mapping in _mlp("", "").items()
-}  # experts are never sharded
+# Experts are never sharded.
+EXPERT_TENSORS = {name: TensorMapping(mapping.hf_names, mapping.kind) for name, mapping in _mlp("", "").items()}
 
 
 def mapping_for(name: str, kind: str) -> TensorMapping:

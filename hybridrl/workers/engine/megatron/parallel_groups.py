@@ -74,9 +74,8 @@ def init_model_parallel(config: MegatronConfig, *, device: str, seed: int) -> Pa
         create_gloo_process_groups=device == "cuda",
     )
     with torch.random.fork_rng(devices=None if device == "cuda" else []):
-        tensor_parallel.model_parallel_cuda_manual_seed(
-            seed
-        )  # new weights need generators, although loading overwrites all
+        # New weights need generators, although loading overwrites all.
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _initialized[:], _world[:] = [sizes], [dist.group.WORLD]
     return sizes
 
