@@ -25,7 +25,7 @@ def load_module(path: str) -> ModuleType:
     Raises:
         ConfigError: See `load_object`.
     """
-    return _load_file(Path(path).expanduser()) if _is_file_name(path) else _import(path)
+    return _load_file(Path(path).expanduser()) if path.endswith(".py") or "/" in path else _import(path)
 
 
 def file_of_module(name: str) -> str | None:
@@ -45,10 +45,6 @@ def load_object(path: str, name: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{path} has no {name!r}; {_nearest(name, module)}")
     return getattr(module, name)
-
-
-def _is_file_name(path: str) -> bool:
-    return path.endswith(".py") or "/" in path
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -60,7 +60,8 @@ def submit_file(arguments: argparse.Namespace) -> int:
         master.check_job_name(arguments.name, "--name")
     found = master.load_job_file(arguments.file)
     name = arguments.name or os.environ.get(NAME_VARIABLE) or found.name
-    _import_from(str(found.folder), os.getcwd())
+    # Modules are found in these directories too, as in the job's processes.
+    sys.path.extend(folder for folder in (str(found.folder), os.getcwd()) if folder not in sys.path)
     if arguments.check:
         master.check_entries(found.job.spec)
     if arguments.dry_run:
@@ -76,11 +77,6 @@ def submit_file(arguments: argparse.Namespace) -> int:
         f"hybridrl job status {started.name}   # or: logs, logs --process PROCESS, stop\n"
     )
     return 0
-
-
-def _import_from(*folders: str) -> None:
-    """Import modules from these directories too, as the job's processes do."""
-    sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 if __name__ == "__main__":

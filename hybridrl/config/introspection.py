@@ -93,11 +93,6 @@ def changed(config: Any, *names: str) -> dict[str, Any]:
     return {key.name: value for key in chosen if (value := value_at(config, key.name)) != key.default}
 
 
-def is_section(field: Field) -> bool:
-    """Return whether a dataclass field is a nested group of settings."""
-    return section_class(field) is not None
-
-
 def section_class(field: Field) -> type | None:
     """Return the dataclass of a nested group of settings, or None for a single setting."""
     factory = field.default_factory
@@ -132,7 +127,7 @@ def value_text(value: Any) -> str:
 
 
 def _iter_sections(schema: type, *, name: str, help_text: str) -> Iterator[SettingSection]:
-    hints, own = get_type_hints(schema), [field for field in fields(schema) if not is_section(field)]
+    hints, own = get_type_hints(schema), [field for field in fields(schema) if section_class(field) is None]
     yield SettingSection(name, help_text, tuple(_key(field, hints[field.name], prefix=name) for field in own))
     for field in fields(schema):
         nested = section_class(field)

@@ -76,11 +76,8 @@ def to_svg(boxes: Sequence[Box], lines: Sequence[Line], *, title: str, notes: Se
 def slot_width(boxes: Sequence[Box]) -> float:
     """Return the width of a slot that fits every name in its box."""
     names = [CHARACTER * len(box.name) for box in boxes]
-    return max([MIN_SLOT, *(GAP + 12 + width for width in names + [_small(line) for b in boxes for line in b.lines])])
-
-
-def _small(text: str) -> float:
-    return SMALL_CHARACTER * len(text)
+    lines = [SMALL_CHARACTER * len(line) for box in boxes for line in box.lines]
+    return max([MIN_SLOT, *(GAP + 12 + width for width in names + lines)])
 
 
 def _box(box: Box, x: float, top: float, width: float) -> list[str]:

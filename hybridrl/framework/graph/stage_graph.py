@@ -232,7 +232,8 @@ READS_WIDTH, WRITES_WIDTH = 52, 34
 def to_text(graph: StageGraph) -> str:
     """Return the graph as a table for a terminal: the stages in order, then the pools."""
     rows = [cells for spec in graph.stages for cells in zip_longest(*_cells(graph, spec), fillvalue="")]
-    return "\n".join([*text_table(HEADER, rows), "", *_pool_lines(graph), *_unwritten_columns(graph)]) + "\n"
+    unwritten = [f"{stage} reads {column}, which no stage before it writes" for stage, column in graph.unwritten]
+    return "\n".join([*text_table(HEADER, rows), "", *_pool_lines(graph), *unwritten]) + "\n"
 
 
 def _cells(graph: StageGraph, spec: StageSpec) -> list[list[str]]:
@@ -266,10 +267,6 @@ def _pool_lines(graph: StageGraph) -> list[str]:
         what = ", ".join(f"{count} of {roles}" for roles, count in processes.items())
         lines.append(f"{pool}: {what} (roles joined by + share a process)" if "+" in what else f"{pool}: {what}")
     return lines
-
-
-def _unwritten_columns(graph: StageGraph) -> list[str]:
-    return [f"{stage} reads {column}, which no stage before it writes" for stage, column in graph.unwritten]
 
 
 # -- as Graphviz DOT

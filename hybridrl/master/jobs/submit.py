@@ -298,7 +298,9 @@ class JobSupervisorActor:
                 own_handle=ray.get_runtime_context().current_actor,
                 resume_point=resume_point,
             )
-            self._outcome.set_result(self._supervisor.run(is_restart=_has_started(run, journal)))
+            # An earlier supervisor of this run was lost if its master is there, or its journal.
+            is_restart = cluster.find_actor(cluster.master_name(run)) is not None or replay(journal)[0].run == run
+            self._outcome.set_result(self._supervisor.run(is_restart=is_restart))
         except BaseException as error:
             self._outcome.set_exception(error)
         time.sleep(LINGER_S)
@@ -326,11 +328,6 @@ class JobSupervisorActor:
     def queue_owner(self, name: str) -> str | None:
         """Return the process that holds a queue, or None. Called by `roster.py`."""
         return self._queues.get(name)
-
-
-def _has_started(run: str, journal: str) -> bool:
-    """Return whether an earlier supervisor of this run was lost: its master is there, or its journal."""
-    return cluster.find_actor(cluster.master_name(run)) is not None or replay(journal)[0].run == run
 
 
 def _exit_process() -> None:

@@ -164,7 +164,7 @@ def replay(path: str) -> tuple[JobState, int]:
     state, start = JobState(), 0
     if snapshots:
         start = max(snapshots)
-        state = from_json(_read_snapshot(fs, snapshots[start]))
+        state = from_json(_data(fs.cat_file(snapshots[start]).rstrip(b"\n"), f"{snapshots[start]}, line 1"))
     number = start
     for entry in _entries(fs, root, first=start):
         state, number = reduce(state, entry.event)[0], entry.number + 1
@@ -202,10 +202,6 @@ def _lines(fs: AbstractFileSystem, path: str) -> Iterator[tuple[int, dict]]:
     lines = fs.cat_file(path).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # the last one is empty, or a torn write
         yield number, _data(line, f"{path}, line {number}")
-
-
-def _read_snapshot(fs: AbstractFileSystem, path: str) -> dict:
-    return _data(fs.cat_file(path).rstrip(b"\n"), f"{path}, line 1")
 
 
 def _data(line: bytes, where: str) -> dict:

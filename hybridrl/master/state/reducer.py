@@ -145,7 +145,7 @@ def _record(state: JobState, event: events.Event) -> JobState:
         case events.StepCompleted():
             return _step(state, event)
         case events.CheckpointCommitted():
-            return _commit(state, event)
+            return replace(state, step=max(state.step, event.step), commit=event.path, commit_step=event.step)
         case events.RecoveryDecided() | events.RecoveryCompleted():
             return _list_decision(state, str(event))
     return state
@@ -236,10 +236,6 @@ def _step(state: JobState, event: events.StepCompleted) -> JobState:
     if event.step <= state.step:  # reported twice, or replayed
         return state
     return _recovered_if_complete(replace(state, step=event.step))
-
-
-def _commit(state: JobState, event: events.CheckpointCommitted) -> JobState:
-    return replace(state, step=max(state.step, event.step), commit=event.path, commit_step=event.step)
 
 
 def _fail(state: JobState, event: events.WorkerFailed) -> tuple[JobState, tuple[events.Effect, ...]]:

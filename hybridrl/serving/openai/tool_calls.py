@@ -59,7 +59,7 @@ def parse_hermes(text: str) -> Parsed:
     calls: list[Call] = []
 
     def take(block: re.Match[str]) -> str:
-        call = _call_of_json(block[1], "arguments")
+        call = _call_of(_json(block[1]), "arguments")
         calls.extend([call] if call else [])
         return "" if call else block[0]
 
@@ -104,10 +104,6 @@ def _mistral_block(block: str) -> list[Call]:
     values = _json(block)
     calls = [_call_of(value, "arguments") for value in values] if isinstance(values, list) else []
     return [call for call in calls if call] if all(calls) else []
-
-
-def _call_of_json(text: str, key: str) -> Call | None:
-    return _call_of(_json(text), key)
 
 
 def _json(text: str) -> Any:

@@ -196,7 +196,7 @@ class Session:
         num_before = sum(len(images["image_tokens"]) for _, images in before if images is not None)
         tokens = prompts.encode(tokenizer, check_text(text))
         given, images = with_images(tokens, encoded, processor, num_before=num_before)
-        known = path_tokens(turns, parent)
+        known = [token for place in path(turns, parent) for token in (*turns[place].given_ids, *turns[place].token_ids)]
         prompt = (*known, *given)
         with self._lock:
             digest = hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest()
@@ -291,8 +291,3 @@ def path_images(turns: Sequence[Turn], number: int | None) -> list[tuple[int, Ro
         found.append((start, turns[place].images))
         start += len(turns[place].given_ids) + len(turns[place].token_ids)
     return found
-
-
-def path_tokens(turns: Sequence[Turn], number: int | None) -> list[int]:
-    """Return all tokens of the conversation that ends with this turn."""
-    return [token for place in path(turns, number) for token in (*turns[place].given_ids, *turns[place].token_ids)]

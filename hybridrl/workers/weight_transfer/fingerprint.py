@@ -163,7 +163,8 @@ class WeightStream:
         for name, tensor in self._weights:
             if name in self._names.tied:
                 continue
-            if _weight_of(name) not in self._names.own:
+            weight = adapted_weight(name) if is_adapter(name) else name.removesuffix(SCALE_ENDING)
+            if weight not in self._names.own:
                 raise KeyError(f"weight {name!r} was pushed, but the model has none of this name")
             self.missing.discard(name)
             passed = as_pushed(name, tensor, self._dtype)
@@ -234,10 +235,6 @@ def as_pushed(name: str, tensor: torch.Tensor, dtype: Dtypes) -> torch.Tensor:
 def is_scale(name: str) -> bool:
     """Return whether this names the scales of a quantised weight."""
     return name.endswith(SCALE_ENDING)
-
-
-def _weight_of(name: str) -> str:
-    return adapted_weight(name) if is_adapter(name) else name.removesuffix(SCALE_ENDING)
 
 
 @torch.no_grad()

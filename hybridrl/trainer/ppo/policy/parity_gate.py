@@ -87,7 +87,8 @@ class ParityGate:
             ParityError: The mean difference of some process is above the limit.
         """
         began = time.perf_counter()
-        expected = {tokens: self._trained_log_probs(probing.probe, tokens) for tokens in _different(probing.found)}
+        different = dict.fromkeys(each.token_ids for each in probing.found)
+        expected = {tokens: self._trained_log_probs(probing.probe, tokens) for tokens in different}
         differences = [_differences(found.log_probs, expected[found.token_ids]) for found in probing.found]
         means, limit = [sum(each) / max(1, len(each)) for each in differences], self._limit(probing.found[0])
         self.metrics = {
@@ -168,11 +169,6 @@ def make_parity_gate(config: PPOConfig, tokenizer: Any, actor: Any) -> ParityGat
         logger.info("The rollout %s returns no log-probs, so nothing compares them with the trainer's.", name)
         return None
     return ParityGate(config, tokenizer, actor)
-
-
-def _different(found: Sequence[ProbedTokens]) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the tokens of all processes, equal ones once."""
-    return list(dict.fromkeys(each.token_ids for each in found))
 
 
 def _differences(sampled: LogProbs, trained: LogProbs) -> list[float]:

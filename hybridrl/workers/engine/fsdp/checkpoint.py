@@ -54,7 +54,7 @@ def load_state(directory: str, *, model: nn.Module, optimizer: torch.optim.Optim
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    _set_random_state(random)
+    checkpoint_files.set_random_state({key.rpartition("_")[0]: value for key, value in random.items()})
     return int(state["step"])
 
 
@@ -95,7 +95,3 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 def _random_state() -> dict[str, torch.Tensor]:
     return {f"{generator}_{dist.get_rank()}": state for generator, state in checkpoint_files.get_random_state().items()}
-
-
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    checkpoint_files.set_random_state({key.rpartition("_")[0]: value for key, value in state.items()})

@@ -223,10 +223,6 @@ def _moe_settings(model: Any, sizes: ParallelSizes) -> dict[str, Any]:
 
 def rotary(model: Any) -> dict[str, Any]:
     """Return GPTModel's arguments for rotary positions."""
-    found = _rope(model)
+    found = getattr(model, "rope_parameters", None) or {"rope_theta": model.rope_theta}
     scaled = found.get("rope_type", "default") == "llama3"
     return {"rotary_base": found["rope_theta"], "rope_scaling": scaled, "rope_scaling_factor": found.get("factor", 1.0)}
-
-
-def _rope(model: Any) -> dict[str, Any]:
-    return getattr(model, "rope_parameters", None) or {"rope_theta": model.rope_theta}

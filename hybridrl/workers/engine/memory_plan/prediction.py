@@ -131,7 +131,7 @@ class EngineMemory:
             return phases
         held = MemoryParts(weights=self.weights, gradients=self.gradients, optimizer=self.optimizer)
         head, end = self._unreduced_gradients()
-        last = self._one_layer() if self.sizes.gradient_checkpointing else 0.0
+        last = self._tokens * self._per_layer if self.sizes.gradient_checkpointing else 0.0
         return phases | {
             "backward_start": replace(
                 held,
@@ -219,9 +219,6 @@ class EngineMemory:
         return self.shape.layer_activations(
             element=sizes.element, tensor_parallel=sizes.tensor, sequence_parallel=sizes.sequence_parallel
         )
-
-    def _one_layer(self) -> float:
-        return self._tokens * self._per_layer
 
     def _logits(self, *, backward: bool) -> float:
         """Return the bytes of logits with what is computed of them."""

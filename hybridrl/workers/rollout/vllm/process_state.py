@@ -25,7 +25,8 @@ def preserve_process_state() -> Iterator[None]:
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     environment = dict(os.environ)
     try:
-        with torch.random.fork_rng(devices=_cuda_device()), torch.set_grad_enabled(torch.is_grad_enabled()):
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:
         random.setstate(python_state)
@@ -36,11 +37,6 @@ def preserve_process_state() -> Iterator[None]:
         for key in set(os.environ) | set(environment):
             if not key.startswith("VLLM_"):
                 _restore_variable(key, environment.get(key))
-
-
-def _cuda_device() -> list[int]:
-    """Return the CUDA device whose random state to preserve; none where CUDA is not in use."""
-    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
 
 def _restore_variable(key: str, value: str | None) -> None:
