@@ -25,7 +25,6 @@ from hybridrl.errors import ConfigError
 from hybridrl.master.jobs.entrypoint import parse_torchrun
 from hybridrl.master.jobs.role_builder import RoleBuilder
 from hybridrl.master.jobs.submit import RunningJob, submit
-from hybridrl.master.plan.plain_config import plain_config
 from hybridrl.master.plan.planner import check_declared_size, plan_job
 from hybridrl.master.plan.role_pools import RoleRequest, assign_pools
 from hybridrl.master.plan.spec import ANY_DEVICE, TRAINER, EdgeSpec, JobSpec, Resource, TrainerSpec
@@ -393,3 +392,26 @@ class RLJobBuilder(DLJobBuilder):
 
 def _trainer_spec(request: RoleRequest) -> TrainerSpec:
     return TrainerSpec(request.entry, request.resource or Resource(), request.env, request.labels, request.max_restart)
+
+
+def plain_config(config: Any, *, key: str = "config") -> Any:
+    """Return a config as JSON types. Mappings (also OmegaConf's) and namespaces become dicts.
+
+    Raises:
+        ConfigError: If JSON cannot hold a value. The message names the key.
+    """
+    if config is None or isinstance(config, bool | int | float | str):
+        return config
+    if isinstance(config, Mapping):
+        return {str(name): plain_config(value, key=f"{key}.{name}") for name, value in config.items()}
+    if isinstance(config, Sequence):
+        return [plain_config(value, key=f"{key}[{i}]") for i, value in enumerate(config)]
+    if hasattr(config, "__dict__") and not callable(config):
+        return {
+            name: plain_config(value, key=f"{key}.{name}")
+            for name, value in vars(config).items()
+            if not name.startswith("_")
+        }
+    raise ConfigError(
+        f"{key}={config!r}: JSON cannot hold a {type(config).__name__}; give text, numbers, lists and dicts"
+    )
