@@ -69,9 +69,7 @@ HOMES = {
     },
     "listens at a port": {
         "master/health/heartbeat_server.py": "loopback while the cluster has one machine; a token per master",
-        "serving/openai/connections.py": "the endpoint: loopback by default, API key, limits",
-        "serving/openai/server.py": "the same",
-        "training_service/http/routes.py": "the training service: loopback without keys, limits",
+        "serving/openai/connections.py": "the endpoint and the training service: loopback by default, keys, limits",
         "view/server.py": "the page about runs: reads only; loopback by default, else a token",
         "system/rendezvous.py": "rank 0 of a group, at its own address",
         "workers/process_setup.py": "the same, once the listener is there",

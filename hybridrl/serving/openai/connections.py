@@ -17,6 +17,7 @@ MAX_BODIES_BYTES = 128 << 20  # of all requests that are being received
 IDLE_TIMEOUT_S = 30.0  # for a connection without a request in work: to send a header, or to read an answer
 BODY_TIMEOUT_S = 30.0  # to receive a body
 SWEEP_PERIOD_S = 1.0
+SHUTDOWN_TIMEOUT_S = 2.0  # for open connections to end when the endpoint stops
 BACKLOG = 128
 REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -30,21 +31,32 @@ class Connections:
         self._idle_since: dict[object, float] = {}
         self._num_bytes = 0  # of bodies that are being received
 
-    async def listen(self, server: web.Server, host: str, port: int) -> None:
-        """Accept connections. Raises OSError if the port is in use."""
-        self._server = server
+    async def serve(self, app: web.Application, host: str, port: int) -> int:
+        """Accept connections for an application and return the port. Raises OSError if it is in use."""
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            auto_decompress=False,  # aiohttp would on this loop, before a handler has looked at the key
+        )
+        await self._runner.setup()
+        assert self._runner.server is not None  # since `setup`
+        self._server = self._runner.server
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self._protocol, host, port, backlog=BACKLOG)
+        try:
+            self._listener = await loop.create_server(self._protocol, host, port, backlog=BACKLOG)
+        except OSError:
+            await self._runner.cleanup()
+            raise
         self._sweeper = asyncio.create_task(self._sweep())
-
-    @property
-    def port(self) -> int:
         return self._listener.sockets[0].getsockname()[1]
 
-    def close(self) -> None:
-        """Accept nothing more; open connections end with the server."""
+    async def stop(self) -> None:
+        """Close all connections and accept nothing more."""
         self._listener.close()
         self._sweeper.cancel()
+        await self._runner.cleanup()
 
     def begin(self, request: web.Request) -> Callable[[], None]:
         """Take a connection as in work until the returned function is called."""

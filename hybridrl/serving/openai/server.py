@@ -46,7 +46,6 @@ STREAM_CHUNK_TOKENS = 16
 WRITE_TIMEOUT_S = 30.0  # for a client to read a part of a stream
 NUM_PARSERS = 2  # threads that tokenize
 PARSE_TIMEOUT_S = 30.0  # of one of them; megabytes take a second
-SHUTDOWN_TIMEOUT_S = 2.0  # for open connections to end when the endpoint stops
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 COMPLETIONS, CHAT = CompletionsApi(), ChatApi()
@@ -93,23 +92,12 @@ class Endpoint:
                 *episode_routes(self.episodes, self._connections, model=self.served.name),
             ]
         )
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-            auto_decompress=False,  # aiohttp would on this loop, before a handler has looked at the key
-        )
-        await self._runner.setup()
         try:
-            assert self._runner.server is not None  # since `setup`
-            await self._connections.listen(self._runner.server, self.host, self.port)
+            self.port = await self._connections.serve(app, self.host, self.port)
         except OSError as error:
-            await self._runner.cleanup()
             raise ConfigError(
                 f"the endpoint cannot listen on {self.host}:{self.port} ({error.strerror}); choose another port or host"
             ) from error
-        self.port = self._connections.port
         self._parsers = asyncio.Semaphore(NUM_PARSERS)
         logger.info("the policy is served at http://%s:%d/v1 as model %r", self.host, self.port, self.served.name)
         if self._api_key is None and not is_loopback(self.host):
@@ -117,8 +105,7 @@ class Endpoint:
 
     async def stop(self) -> None:
         """Close all connections and stop listening."""
-        self._connections.close()
-        await self._runner.cleanup()
+        await self._connections.stop()
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:

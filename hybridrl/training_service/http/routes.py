@@ -33,7 +33,6 @@ SWEEP_PERIOD_S = 5.0  # between two looks for sessions whose clients are silent
 RETRY_AFTER_S = 1
 MAX_DEPTH = 32  # of JSON: what is stored must be readable when the server starts again
 MAX_REASON = 200  # characters of why a session ends, which the log has
-SHUTDOWN_TIMEOUT_S = 2.0
 STATUS = ((NotFound, 404), (Gone, 410), (Conflict, 409), (Busy, 429), (DataError, 400), (ConfigError, 400))
 MISTAKES = (LookupError, TypeError, ValueError, AttributeError, OverflowError)  # what a body of another form raises
 OPERATIONS = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
@@ -66,28 +65,16 @@ class TrainingEndpoint:
         """Listen. Raises ConfigError if the port is in use."""
         app = web.Application(middlewares=[_format_errors, self._admit], client_max_size=MAX_BODY_BYTES)
         app.add_routes([*self._verbs(), *self._listings(), *self._changes()])
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-            auto_decompress=False,  # a small body could become a large one
-        )
-        await self._runner.setup()
         try:
-            assert self._runner.server is not None  # since `setup`
-            await self._connections.listen(self._runner.server, self.host, self.port)
+            self.port = await self._connections.serve(app, self.host, self.port)
         except OSError as error:
-            await self._runner.cleanup()
             raise ConfigError(f"--port={self.port}: cannot listen at {self.host} ({error.strerror})") from error
-        self.port = self._connections.port
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:
         """Close all connections and stop listening."""
         self._sweeper.cancel()
-        self._connections.close()
-        await self._runner.cleanup()
+        await self._connections.stop()
 
     async def _sweep(self) -> None:
         """End sessions of silent clients.
