@@ -24,13 +24,14 @@ from hybridrl.config.engines import rank_unit
 from hybridrl.errors import CallTimeout, ObjectLost, PlacementError, WorkerLost
 from hybridrl.failure_policy import Budgets, Failure, FailureKind, Refill
 from hybridrl.single_controller.cluster import master_name
-from hybridrl.single_controller.monitoring.process import report_decision, report_ranks
+from hybridrl.single_controller.monitoring.process import report_ranks
 from hybridrl.single_controller.placement import placement_groups
 from hybridrl.single_controller.placement.feasibility import check_feasible, largest_fitting, slots_on_node
 from hybridrl.single_controller.placement.node_loss import alive_capacities
 from hybridrl.single_controller.processes.termination import kill_run
 from hybridrl.trainer.checkpoint.saver import CheckpointSaver
 from hybridrl.trainer.recovery.policies import RankPolicy
+from hybridrl.trainer.recovery.step_retry import carry_out
 from hybridrl.trainer.roles import ResourcePoolManager, Role
 from hybridrl.trainer.run.state import StatefulObjects, load_from_memory, states_in_memory
 
@@ -185,12 +186,7 @@ class ElasticRanks(RankPolicy):
         if was_ready and not is_placement:
             raise error
         failure = Failure(FailureKind.RANKS_MISSING, str(error), target="all roles")
-        decision = self._budgets.spend(failure)
-        report_decision(decision)
-        if not decision.is_granted:
-            error.add_note(str(decision))
-            raise error
-        logger.warning("%s", decision)
+        carry_out(self._budgets.spend(failure), error)
 
     def _choose(self, *, wait_s: float) -> None:
         """Set the pool to the largest size that fits, after at most `wait_s` seconds for that of all ranks.

@@ -252,7 +252,7 @@ class StepRetry(RetryPolicy):
         label, rank, evidence = blocking or ("", 0, "")
         why = f"{error}; {label}-{rank} blocks it: {evidence}" if label else str(error)
         failure = Failure(FailureKind.CALL_TIMEOUT, why, target=f"role {', '.join(silent)}")
-        self._carry_out(self._budgets.spend(failure), error)
+        carry_out(self._budgets.spend(failure), error)
         cause = f"{why}; its processes are killed"
         culprit = {label: [rank]} if label else {}
         others = {role: ranks for role, ranks in silent.items() if not {*role.split("+")} & {*label.split("+")}}
@@ -264,15 +264,7 @@ class StepRetry(RetryPolicy):
         target = f"role {lost.role} ({count} process{'es' if count != 1 else ''})"
         origin = f"the snapshot of step {snapshot.step}"
         failure = Failure(FailureKind.WORKER_LOST, what, target=target, origin=origin)
-        self._carry_out(self._budgets.spend(failure), lost)
-
-    def _carry_out(self, decision: Decision, error: WorkerLost | CallTimeout) -> None:
-        """Report a decision and log it; raises the error if the budget is spent."""
-        report_decision(decision)
-        if not decision.is_granted:
-            error.add_note(str(decision))
-            raise error
-        logger.warning("%s", decision)
+        carry_out(self._budgets.spend(failure), lost)
 
     def _record(self, back: RecoveryCompleted) -> None:
         """Write a recovery once: the master into its journal, or without one this process into a file."""
@@ -310,3 +302,12 @@ class StepRetry(RetryPolicy):
             load_from_memory(trainer.stateful, snapshot.states)
         with self._times.part("push"):
             trainer.reconnect()
+
+
+def carry_out(decision: Decision, error: Exception) -> None:
+    """Report a decision and log it; raises the error if the budget is spent."""
+    report_decision(decision)
+    if not decision.is_granted:
+        error.add_note(str(decision))
+        raise error
+    logger.warning("%s", decision)
