@@ -18,39 +18,29 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     job = commands.add_parser("job", help="submit, inspect, stop or resume a job")
-    _add_job_commands(job.add_subparsers(dest="what", required=True))
-    _add_trace(commands)
-    _add_view(commands)
-    _add_export(commands)
-    _add_serve(commands)
-    _add_serve_training(commands)
-    _add_doctor(commands)
-    _add_replay(commands)
-    _add_eval(commands)
-    _add_chat(commands)
-    _add_train(commands)
-    _add_init(commands)
-    _add_data(commands.add_parser("data", help="list known tasks, or inspect a file").add_subparsers(required=True))
-    _add_plan(commands)
-    _add_import_verl(commands)
+    jobs = job.add_subparsers(dest="what", required=True)
+    for add in (_add_graph, _add_submit, _add_running, _add_resume, _add_states):
+        add(jobs)
+    first = (_add_trace, _add_view, _add_export, _add_serve, _add_serve_training, _add_doctor, _add_replay, _add_eval)
+    for add in (*first, _add_chat, _add_train, _add_init, _add_data, _add_plan, _add_import_verl):
+        add(commands)
     return parser
 
 
-def _add_job_commands(job: argparse._SubParsersAction) -> None:
-    _add_graph(job)
-    _add_submit(job)
-    _add_running(job)
-    _add_resume(job)
-    _add_states(job)
+def _command(
+    commands: argparse._SubParsersAction, name: str, run: str, what: str, usage: str | None = None
+) -> argparse.ArgumentParser:
+    """Add a command, and return its parser; `run` is its function's name in `hybridrl.cli`."""
+    command = commands.add_parser(name, help=what, description=what, usage=usage)
+    command.set_defaults(run_command=run)
+    return command
 
 
-def _add_submit(job: argparse._SubParsersAction) -> None:
-    submit = job.add_parser("submit", help=main_job.WHAT, description=main_job.WHAT)
-    main_job.add_arguments(submit)
-    submit.set_defaults(run_command="submit")
+def _add_submit(commands: argparse._SubParsersAction) -> None:
+    main_job.add_arguments(_command(commands, "submit", "submit", main_job.WHAT))
 
 
-def _add_running(job: argparse._SubParsersAction) -> None:
+def _add_running(commands: argparse._SubParsersAction) -> None:
     cluster = argparse.ArgumentParser(add_help=False)
     cluster.add_argument(
         "--address",
@@ -63,7 +53,7 @@ def _add_running(job: argparse._SubParsersAction) -> None:
     )
 
     def add(name: str, what: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        command = job.add_parser(name, help=what, description=what, parents=[*parents, cluster])
+        command = commands.add_parser(name, help=what, description=what, parents=[*parents, cluster])
         command.set_defaults(run_command="show_or_stop")
         return command
 
@@ -89,24 +79,23 @@ def _add_running(job: argparse._SubParsersAction) -> None:
     )
 
 
-def _add_graph(job: argparse._SubParsersAction) -> None:
+def _add_graph(commands: argparse._SubParsersAction) -> None:
     what = "show a PPO job's stages and the columns between them, or a job file's roles, and placement; starts nothing"
     usage = "hybridrl job graph [-h] [--format F] [--output FILE] (JOB_FILE | key=value ...)"
-    graph = job.add_parser("graph", help=what, description=what, usage=usage)
+    graph = _command(commands, "graph", "show_graph", what, usage)
     graph.epilog = (
         "JOB_FILE: as for hybridrl job submit. key=value: as for python -m hybridrl.main_ppo, --config-name too; "
         "neither data nor a model is needed"
     )
     graph.add_argument("--format", choices=GRAPH_FORMATS, help="default: the suffix of FILE, or text")
     graph.add_argument("--output", metavar="FILE", type=Path, help="where to write; default: standard output")
-    graph.set_defaults(run_command="show_graph")
 
 
-def _add_resume(job: argparse._SubParsersAction) -> None:
+def _add_resume(commands: argparse._SubParsersAction) -> None:
     what = (
         "resume a run that ended or died from its last checkpoint: repeat main_ppo's command, or submit the job again"
     )
-    resume = job.add_parser("resume", help=what, description=what)
+    resume = _command(commands, "resume", "resume", what)
     resume.add_argument(
         "run", metavar="RUN", help="a directory of a run of main_ppo, or the run or the journal of a submitted job"
     )
@@ -118,26 +107,23 @@ def _add_resume(job: argparse._SubParsersAction) -> None:
     resume.add_argument(
         "--address", metavar="HOST:PORT", help="Ray cluster for a submitted job; default: RAY_ADDRESS, or a local one"
     )
-    resume.set_defaults(run_command="resume")
 
 
-def _add_states(job: argparse._SubParsersAction) -> None:
+def _add_states(commands: argparse._SubParsersAction) -> None:
     what = "print the tables: states of a job, a role and a worker, the events between them, and what follows a failure"
-    states = job.add_parser("states", help=what, description=what)
-    states.set_defaults(run_command="print_states")
+    _command(commands, "states", "print_states", what)
 
 
 def _add_trace(commands: argparse._SubParsersAction) -> None:
     what = "make a timeline of a run with trainer.trace=true, for https://ui.perfetto.dev and chrome://tracing"
-    trace = commands.add_parser("trace", help=what, description=what)
+    trace = _command(commands, "trace", "write_trace", what)
     trace.add_argument("run", help="the directory the run wrote to, or one of the jobs in its trace/", type=Path)
     trace.add_argument("--output", metavar="FILE", type=Path, help="default: trace.json in that directory")
-    trace.set_defaults(run_command="write_trace")
 
 
 def _add_view(commands: argparse._SubParsersAction) -> None:
     what = "show runs on a web page: curves, samples, settings, timeline, failures; read only, until Ctrl-C"
-    view = commands.add_parser("view", help=what, description=what)
+    view = _command(commands, "view", "view_runs", what)
     view.add_argument(
         "runs", nargs="*", metavar="RUN", help="a run's directory, or one with runs in it; also a URL that fsspec knows"
     )
@@ -146,7 +132,6 @@ def _add_view(commands: argparse._SubParsersAction) -> None:
         "--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; the link then has a token that is needed"
     )
     view.add_argument("--demo", action="store_true", help="show recorded runs that come with the package")
-    view.set_defaults(run_command="view_runs")
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
@@ -168,7 +153,7 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
 
 def _add_serve(commands: argparse._SubParsersAction) -> None:
     what = "serve a model or a checkpoint's policy to OpenAI clients, until Ctrl-C"
-    serve = commands.add_parser("serve", help=what, description=what)
+    serve = _command(commands, "serve", "serve", what)
     serve.add_argument(
         "model", help="a model's directory, Hugging Face name or GGUF file, or a global_step_N directory"
     )
@@ -176,12 +161,11 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; HYBRIDRL_API_KEY sets a key")
     serve.add_argument("--replicas", type=int, default=1, help="number of serving processes; one needs no Ray")
     _add_engine(serve)
-    serve.set_defaults(run_command="serve")
 
 
 def _add_serve_training(commands: argparse._SubParsersAction) -> None:
     what = "let clients of Tinker's API train and sample a model, until Ctrl-C"
-    serve = commands.add_parser("serve-training", help=what, description=what)
+    serve = _command(commands, "serve-training", "serve_training", what)
     serve.add_argument("model", help="the base model's directory or Hugging Face name")
     serve.add_argument("--port", type=int, default=8010, help="0: any free port")
     serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0: all of the machine's; needs --keys")
@@ -199,7 +183,6 @@ def _add_serve_training(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--session-timeout-s", type=float, default=300.0, help="a silent client's session ends")
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _add_trust(serve)
-    serve.set_defaults(run_command="serve_training")
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
@@ -213,15 +196,14 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     what = "look for what is wrong with a run, or with this machine, and name the setting to change"
-    doctor = commands.add_parser("doctor", help=what, description=what)
+    doctor = _command(commands, "doctor", "examine", what)
     doctor.add_argument("run", nargs="?", metavar="RUN", help="a run's directory, or a URL; default: this machine")
-    doctor.set_defaults(run_command="examine")
 
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
     what = "repeat a step that a run has kept, in one process on the CPU, and print what differs at each stage"
     usage = "hybridrl replay [-h] [--stage S] [--rank R] [--pdb] [--trust-remote-code] RUN STEP [key=value ...]"
-    command = commands.add_parser("replay", help=what, description=what, usage=usage)
+    command = _command(commands, "replay", "replay", what, usage)
     command.add_argument("run", metavar="RUN", help="a run's directory; trainer.record_steps says what it keeps")
     command.add_argument("step", metavar="STEP", type=int, help="number of the step")
     command.add_argument("--stage", metavar="S", help="repeat this stage only, for instance update_actor")
@@ -229,13 +211,12 @@ def _add_replay(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--pdb", action="store_true", help="stop in the debugger before each stage, and rank R's part")
     _add_trust(command)
     command.epilog = "key=value: settings to change, such as actor_rollout_ref.model.path=/models/mine"
-    command.set_defaults(run_command="replay")
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
     what = "measure how often a model answers right: avg@n, pass@k and maj@n with 95 percent confidence intervals"
     usage = "hybridrl eval [-h] [--n N] [--output DIR] [...] TASK MODEL [key=value ...]"
-    run = commands.add_parser("eval", help=what, description=what, usage=usage)
+    run = _command(commands, "eval", "evaluate", what, usage)
     run.add_argument("task", metavar="TASK", help="gsm8k, math, arithmetic, or rows as for data.val_files")
     run.add_argument(
         "model",
@@ -249,7 +230,6 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "--concurrency", type=int, default=32, metavar="N", help="URL: open requests (default: %(default)s)"
     )
     run.epilog = "key=value: settings of python -m hybridrl.main_ppo, such as data.max_response_length=2048"
-    run.set_defaults(run_command="evaluate")
 
 
 def _add_endpoint_options(command: argparse.ArgumentParser) -> None:
@@ -264,7 +244,7 @@ def _add_endpoint_options(command: argparse.ArgumentParser) -> None:
 
 def _add_chat(commands: argparse._SubParsersAction) -> None:
     what = "talk to a model in the terminal, until Ctrl-D"
-    chat = commands.add_parser("chat", help=what, description=what)
+    chat = _command(commands, "chat", "chat", what)
     chat.add_argument(
         "model",
         metavar="MODEL",
@@ -275,13 +255,12 @@ def _add_chat(commands: argparse._SubParsersAction) -> None:
     chat.add_argument("--max-tokens", type=int, metavar="N", help="of one answer; default: what the model has room for")
     _add_endpoint_options(chat)
     _add_engine(chat)
-    chat.set_defaults(run_command="chat")
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
     what = "train a model on a task or a file: choose settings for this machine, print the command, and run it"
     usage = "hybridrl train [-h] [--print] DATA MODEL [key=value ...]"
-    train = commands.add_parser("train", help=what, description=what, usage=usage)
+    train = _command(commands, "train", "train", what, usage)
     train.add_argument(
         "data",
         metavar="DATA",
@@ -296,17 +275,16 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     train.add_argument("--print", action="store_true", help="print the command without running it")
     train.epilog = "key=value: settings of the program, such as trainer.total_training_steps=100"
-    train.set_defaults(run_command="train")
 
 
 def _add_init(commands: argparse._SubParsersAction) -> None:
     what = "make a directory with a reward function, an agent loop, a stage, data, a run and tests to change"
-    init = commands.add_parser("init", help=what, description=what)
+    init = _command(commands, "init", "create_project", what)
     init.add_argument("name", metavar="NAME", help="the directory; it does not exist yet")
-    init.set_defaults(run_command="create_project")
 
 
-def _add_data(data: argparse._SubParsersAction) -> None:
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    data = commands.add_parser("data", help="list known tasks, or inspect a file").add_subparsers(required=True)
     what = "list the known tasks, where their data are, and how to make them"
     data.add_parser("list", help=what, description=what).set_defaults(run_command="list_tasks")
     what = "show a file's rows, columns and lengths, and what a program would refuse"
@@ -320,18 +298,17 @@ def _add_data(data: argparse._SubParsersAction) -> None:
 def _add_plan(commands: argparse._SubParsersAction) -> None:
     what = "predict the memory of a PPO job's processes, and print settings that fit its devices; starts nothing"
     usage = "hybridrl plan [-h] [--device NAME | --memory GIB] [--apply] key=value ..."
-    plan = commands.add_parser("plan", help=what, description=what, usage=usage)
+    plan = _command(commands, "plan", "plan", what, usage)
     plan.epilog = "key=value: as for python -m hybridrl.main_ppo; needs the model's config.json, no weights and no data"
     plan.add_argument("--device", choices=DEVICE_GIB, help="another machine's; default: this machine")
     plan.add_argument("--memory", type=float, metavar="GIB", help="of one device, instead of its own")
     plan.add_argument("--apply", action="store_true", help="print the settings that fit, and nothing else")
-    plan.set_defaults(run_command="plan")
 
 
 def _add_import_verl(commands: argparse._SubParsersAction) -> None:
     what = "turn a launch script or a command line of verl into ours; explains every change, and runs nothing"
     usage = "[VARIABLE=value ...] hybridrl import-verl (SCRIPT [key=value ...] | COMMAND ...)"
-    imported = commands.add_parser("import-verl", help=what, description=what, usage=usage)
+    imported = _command(commands, "import-verl", "import_verl", what, usage)
     imported.add_argument(
         "verl",
         nargs=argparse.REMAINDER,
@@ -339,4 +316,3 @@ def _add_import_verl(commands: argparse._SubParsersAction) -> None:
         help="a bash script, or the words of the command; variables of a script are those of this shell. Exits with 1 "
         "if something has to be decided first",
     )
-    imported.set_defaults(run_command="import_verl")

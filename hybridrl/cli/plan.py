@@ -52,21 +52,9 @@ def plan(arguments: argparse.Namespace) -> int:
         show(overrides(best) if best else f"nothing fits: {found[0].problem}\n")
         return 0 if best else 1
     note = f"of {memory / GIB:.0f} GiB {USABLE:.0%} may be used: "
-    show(
-        "\n".join(
-            [
-                str(named),
-                "",
-                *memory_table(processes),
-                "",
-                note + (problem or "the job fits as it is"),
-                "",
-                *layout_table(found),
-            ]
-        )
-        + f"\n\n{'nothing fits; take more devices' if best is None else 'settings of the first that fits:'}\n"
-        + (overrides(best) if best else "")
-    )
+    lines = [str(named), "", *memory_table(processes), "", note + (problem or "the job fits as it is"), ""]
+    end = f"settings of the first that fits:\n{overrides(best)}" if best else "nothing fits; take more devices\n"
+    show("\n".join([*lines, *layout_table(found), "", end]))
     show(tower_line(config))
     if not problem and (costs := named.costs(config)) is not None:
         show(expected_step(config, costs, on=str(named)))
@@ -91,13 +79,7 @@ def memory_table(processes: Iterable[PlannedProcess]) -> list[str]:
 
 def _columns(moment: Moment) -> dict[str, float]:
     parts = {name: getattr(moment.parts, name) for name in PARTS}
-    return {
-        **parts,
-        "rollout": moment.rollout,
-        "buffers": moment.buffers,
-        "program": moment.program,
-        "total": moment.total,
-    }
+    return parts | {name: getattr(moment, name) for name in ("rollout", "buffers", "program", "total")}
 
 
 def layout_table(found: Iterable[Candidate]) -> list[str]:

@@ -5,7 +5,6 @@ choose has the preset's value; settings of the user follow and replace its own.
 """
 
 import argparse
-import functools
 import os
 import shlex
 import sys
@@ -30,6 +29,7 @@ from hybridrl.cli.plan import (
     word,
 )
 from hybridrl.config import PPOConfig, load_config, model_folder
+from hybridrl.config.introspection import value_at
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.driver.terminal import show, show_error
 from hybridrl.errors import ConfigError
@@ -240,12 +240,7 @@ def _planned(words: list[str], found: Machine) -> list[str]:
     given = {word.partition("=")[0] for word in words}
     preset = load_config(PPOConfig, words[:1], program="hybridrl train", config_name="ppo_trainer")
     changes = {name: value for name, value in best.changes.items() if name not in given}
-    return [*words, *(f"{name}={word(value)}" for name, value in changes.items() if _value(preset, name) != value)]
-
-
-def _value(config: Any, key: str) -> Any:
-    """Return the value of a setting."""
-    return functools.reduce(getattr, key.split("."), config)
+    return [*words, *(f"{name}={word(value)}" for name, value in changes.items() if value_at(preset, name) != value)]
 
 
 def _positions(model: str) -> int:

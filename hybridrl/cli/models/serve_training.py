@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import fields
 
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
@@ -18,23 +19,8 @@ def serve_training(arguments: argparse.Namespace) -> None:
     trust = arguments.trust_remote_code
     tokenizer = load_tokenizer(arguments.model, key="model", trust_remote_code=trust)
     check_model(arguments.model, key="model", tokenizer=tokenizer, trust_remote_code=trust)
-    options = ServiceOptions(
-        model=arguments.model,
-        name=arguments.name,
-        store=arguments.store,
-        max_rank=arguments.max_rank,
-        max_length=arguments.max_length,
-        keys=arguments.keys,
-        engine=arguments.engine,
-        strategy=arguments.strategy,
-        backend=arguments.backend,
-        trainers=arguments.trainers,
-        replicas=arguments.replicas,
-        session_timeout_s=arguments.session_timeout_s,
-        micro_batch_tokens=arguments.micro_batch_tokens,
-        device=arguments.device,
-        trust_remote_code=trust,
-    )
+    names = {field.name for field in fields(ServiceOptions)} - {"num_threads"}  # the options of the command
+    options = ServiceOptions(**{name: getattr(arguments, name) for name in names})
     serve_forever(options, host=arguments.host, port=arguments.port, on_start=_print_address)
 
 
