@@ -12,8 +12,7 @@ It runs in a worker process. The trainer calls it through `PolicyWorkers`, the r
 weights are in `weight_push.py`.
 """
 
-from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from hybridrl import workers
 from hybridrl.algos.policy_losses import get_policy_loss
 from hybridrl.config.engines import ref_engine_settings
-from hybridrl.config.plugs import load_plugins
+from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import GenerationRequest
@@ -43,7 +42,6 @@ from hybridrl.workers.engine_worker import (
 )
 from hybridrl.workers.losses import GlobalCounts, OwnLogProbs, actor_loss
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
-from hybridrl.workers.process_setup import init_worker_process
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
 from hybridrl.workers.rollout.probe import layer_kinds
 from hybridrl.workers.rollout.requests import Request, TokenOutput
@@ -86,23 +84,14 @@ class ActorRolloutRefWorker(WeightPushMixin):
         Args:
             total_optimizer_steps: Length of the learning-rate schedule.
         """
-        load_plugins(self.config)
-        # Refuse an unknown name now, not after the first generation.
-        get_policy_loss(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
-        trainer, num_peers = self.config.trainer, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        single_process = self.components == ["rollout"] and num_peers == 1
-        self.device = init_worker_process(
-            device=trainer.device,
-            num_threads=trainer.num_threads,
-            single_process=single_process,
-            call_timeout_s=trainer.call_timeout_s,
-        )
+        policy = self.config.actor_rollout_ref
+        is_alone = self.components == ["rollout"] and policy.rollout.tensor_model_parallel_size == 1
+        self._start_process(single_process=is_alone)
+        get_policy_loss(policy.actor.policy_loss.loss_mode)  # refuse an unknown name before the first generation
         if "actor" in self.components:
             self._init_actor(total_optimizer_steps)
         self.ref: base.Engine | None = None
-        if "ref" in self.components and not (
-            "actor" in self.components and self.config.actor_rollout_ref.model.uses_lora
-        ):
+        if "ref" in self.components and not ("actor" in self.components and policy.model.uses_lora):
             self._init_ref()
         if "teacher" in self.components:
             self._init_teachers()
@@ -113,11 +102,9 @@ class ActorRolloutRefWorker(WeightPushMixin):
 
     def _init_actor(self, total_optimizer_steps: int) -> None:
         policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
-        setup = engine_setup(
-            self.config, kind="causal_lm", path=policy.path, settings=self._offload, device=self.device
-        )
-        setup = replace(
-            self._with_token_layout(setup),
+        setup = self._policy_setup(
+            policy.path,
+            self._offload,
             gradient_checkpointing=policy.enable_gradient_checkpointing,
             optim=actor.optim,
             total_steps=total_optimizer_steps,
@@ -133,16 +120,18 @@ class ActorRolloutRefWorker(WeightPushMixin):
         teacher = self.config.distillation
         return student_terms(teacher) if teacher.in_loss else {}
 
-    def _with_token_layout(self, setup: base.EngineSetup) -> base.EngineSetup:
-        """Return the setup with how the engines of the policy arrange the tokens of a micro-batch."""
+    def _policy_setup(self, path: str | None, settings: EngineSettings, **more: Any) -> base.EngineSetup:
+        """Return the setup of a model that computes the policy's micro-batches, arranged as the policy's are."""
         policy = self.config.actor_rollout_ref
-        return replace(setup, packed=policy.model.use_remove_padding, share_prefixes=policy.actor.use_prefix_grouper)
+        layout = {"packed": policy.model.use_remove_padding, "share_prefixes": policy.actor.use_prefix_grouper}
+        return engine_setup(
+            self.config, kind="causal_lm", path=path, settings=settings, device=self.device, **layout, **more
+        )
 
     def _init_ref(self) -> None:
-        policy, settings = self.config.actor_rollout_ref.model, ref_engine_settings(self.config)
-        setup = engine_setup(self.config, kind="causal_lm", path=policy.path, settings=settings, device=self.device)
-        setup = self._with_token_layout(setup)
-        self.ref = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
+        policy = self.config.actor_rollout_ref
+        setup = self._policy_setup(policy.model.path, ref_engine_settings(self.config))
+        self.ref = self._set_up(make_engine(policy.actor.strategy, setup))
 
     def _init_teachers(self) -> None:
         policy, settings = self.config.actor_rollout_ref.model, ref_engine_settings(self.config)
@@ -152,8 +141,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
         )
         self.teachers: dict[str, base.Engine] = {}
         for key, path in self.config.distillation.teachers().items():
-            setup = engine_setup(self.config, kind="causal_lm", path=path, settings=settings, device=self.device)
-            setup = replace(self._with_token_layout(setup), token_terms=terms)
+            setup = self._policy_setup(path, settings, token_terms=terms)
             self.teachers[key] = self._set_up(make_engine(self.config.actor_rollout_ref.actor.strategy, setup))
         self._teacher_outputs = ("log_probs", *terms)
 

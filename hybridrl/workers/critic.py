@@ -1,13 +1,10 @@
 """`CriticWorker`: one process of PPO's value model. The trainer calls it."""
 
-from dataclasses import replace
-
 import torch
 
 from hybridrl.algos.aggregate import agg_loss
 from hybridrl.algos.value_losses import clipped_value_loss
 from hybridrl.config.engines import critic_engine_settings
-from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
@@ -16,7 +13,6 @@ from hybridrl.workers.engine.base import Engine, LossFn, MicroBatching
 from hybridrl.workers.engine_worker import TrainingWorker, engine_setup, make_engine, micro_batching
 from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
-from hybridrl.workers.process_setup import init_worker_process
 
 
 class CriticWorker(TrainingWorker):
@@ -34,21 +30,13 @@ class CriticWorker(TrainingWorker):
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the value model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
         critic = self.config.critic
-        load_plugins(self.config)
-        self.device = init_worker_process(
-            device=self.config.trainer.device,
-            num_threads=self.config.trainer.num_threads,
-            call_timeout_s=self.config.trainer.call_timeout_s,
-        )
+        self._start_process()
         setup = engine_setup(
             self.config,
             kind="value",
             path=critic.model.path or self.config.actor_rollout_ref.model.path,
             settings=self._offload,
             device=self.device,
-        )
-        setup = replace(
-            setup,
             packed=critic.model.use_remove_padding,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             optim=critic.optim,

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridrl import workers
 from hybridrl.config import checks
-from hybridrl.config.plugs import ENGINES
+from hybridrl.config.plugs import ENGINES, load_plugins
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.workers import ModelConfig
@@ -26,7 +26,7 @@ from hybridrl.workers.engine.hf_model import overrides_for
 from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak
 from hybridrl.workers.losses import REJECTED, GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_MESH, split_mini_batches
-from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
+from hybridrl.workers.process_setup import init_worker_process, sum_dicts_over_ranks, sum_over_ranks
 
 MIN_TOKENS = 0.5  # of a mini-batch that is trained; the share of rejected tokens is a float32
 
@@ -37,9 +37,9 @@ def make_engine(strategy: str, setup: base.EngineSetup) -> base.Engine:
 
 
 def engine_setup(
-    config: PPOConfig, *, kind: str, path: str | None, settings: EngineSettings, device: str
+    config: PPOConfig, *, kind: str, path: str | None, settings: EngineSettings, device: str, **more: Any
 ) -> base.EngineSetup:
-    """Return the setup of a model of a PPO job that is not trained. Workers replace what differs."""
+    """Return the setup of a model of a PPO job; `more` has what a trained one needs besides."""
     policy = config.actor_rollout_ref.model
     return base.EngineSetup(
         kind=kind,
@@ -52,6 +52,7 @@ def engine_setup(
         seed=config.trainer.seed,
         whole_logits=not policy.use_fused_kernels,
         logits_chunk=config.actor_rollout_ref.actor.entropy_from_logits_chunk_size,
+        **more,
     )
 
 
@@ -106,9 +107,20 @@ def on_device(
 
 
 class EngineWorker(Worker):
-    """A worker with one training engine, or several with the same layout. Subclasses set `self.device`."""
+    """A worker with one training engine, or several with the same layout."""
 
+    config: Any
     device: str
+
+    def _start_process(self, *, single_process: bool = False) -> None:
+        """Load the job's plug-ins, and set this process up as `trainer` says."""
+        load_plugins(self.config)
+        self.device = init_worker_process(
+            device=self.config.trainer.device,
+            num_threads=self.config.trainer.num_threads,
+            single_process=single_process,
+            call_timeout_s=self.config.trainer.call_timeout_s,
+        )
 
     def _set_up(self, engine: base.Engine) -> base.Engine:
         """Set the engine up and register this worker's position on the engine mesh.

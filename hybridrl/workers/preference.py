@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from hybridrl.algos.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, bradley_terry, sequence_scores
-from hybridrl.config.schema.preference import DPOConfig, PreferenceLossConfig, RMConfig
+from hybridrl.config.schema.preference import DPOConfig, PreferenceLossConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import AdapterEngine, Engine, LossFn
@@ -41,9 +41,6 @@ class PreferenceWorker(SupervisedWorker):
     """
 
     config: DPOConfig
-
-    def __init__(self, config: DPOConfig, role: str = "dpo"):
-        super().__init__(config, role)
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
@@ -104,9 +101,6 @@ class RewardTrainingWorker(SupervisedWorker):
 
     kind = "score"
     sequences_per_row = 2
-
-    def __init__(self, config: RMConfig, role: str = "rm"):
-        super().__init__(config, role)
 
     @register(MINI_BATCH_COMPUTE)
     def update(self, data: DataProto) -> DataProto:

@@ -6,14 +6,12 @@ It runs in a worker process. The trainer's stage `reward` calls it.
 import torch
 
 from hybridrl.config.engines import reward_model_engine_settings
-from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine_worker import EngineWorker, engine_setup, make_engine, micro_batching, required_path
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE
-from hybridrl.workers.process_setup import init_worker_process
 
 
 class RewardModelWorker(EngineWorker):
@@ -33,12 +31,7 @@ class RewardModelWorker(EngineWorker):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the reward model onto the device. It is not trained."""
-        load_plugins(self.config)
-        self.device = init_worker_process(
-            device=self.config.trainer.device,
-            num_threads=self.config.trainer.num_threads,
-            call_timeout_s=self.config.trainer.call_timeout_s,
-        )
+        self._start_process()
         policy, path = self.config.actor_rollout_ref.model, self.config.reward_model.model.path
         check_same_tokens(required_path(policy.path), required_path(path), trust_remote_code=policy.trust_remote_code)
         settings = reward_model_engine_settings(self.config)

@@ -10,9 +10,8 @@ import torch
 
 from hybridrl.algos.aggregate import agg_loss
 from hybridrl.config.engines import supervised_engine_settings
-from hybridrl.config.plugs import load_plugins
 from hybridrl.config.schema.engine import EngineSettings
-from hybridrl.config.schema.sft import SFTConfig, SupervisedConfig
+from hybridrl.config.schema.sft import SupervisedConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.workers.engine.base import Engine, EngineSetup, LossFn, MicroBatching
@@ -20,7 +19,7 @@ from hybridrl.workers.engine.export import export_adapter, export_hf
 from hybridrl.workers.engine_worker import TrainingWorker, lora_of, make_engine, micro_batching, required_path
 from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
-from hybridrl.workers.process_setup import init_worker_process, sum_dicts_over_ranks, sum_over_ranks
+from hybridrl.workers.process_setup import sum_dicts_over_ranks, sum_over_ranks
 
 
 class SupervisedWorker(TrainingWorker):
@@ -38,17 +37,13 @@ class SupervisedWorker(TrainingWorker):
     kind = "causal_lm"
     sequences_per_row = 1
 
-    def __init__(self, config: SupervisedConfig, role: str):
+    def __init__(self, config: SupervisedConfig, role: str = ""):
         self.config, self.role = config, role
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
         """Load the model onto the device. `total_optimizer_steps`: length of the learning-rate schedule."""
-        load_plugins(self.config)
-        trainer = self.config.trainer
-        self.device = init_worker_process(
-            device=trainer.device, num_threads=trainer.num_threads, call_timeout_s=trainer.call_timeout_s
-        )
+        self._start_process()
         self.model = self._set_up(make_engine(self.config.strategy, self._engine_setup(total_optimizer_steps)))
 
     @property
@@ -127,9 +122,6 @@ class SFTWorker(SupervisedWorker):
         config: Settings of the whole job.
         role: Name of the role.
     """
-
-    def __init__(self, config: SFTConfig, role: str = "sft"):
-        super().__init__(config, role)
 
     @register(MINI_BATCH_COMPUTE)
     def update(self, data: DataProto) -> DataProto:
