@@ -226,37 +226,23 @@ def sampling_params(config: PPOConfig, *, validate: bool, seed: int, greedy: boo
     seed: for batches whose rows have no seeds.
     greedy: one greedy response per prompt, otherwise as in training.
     """
-    rollout, length = config.actor_rollout_ref.rollout, config.data.max_response_length
-    common: dict[str, Any] = {
-        "max_new_tokens": length,
-        "seed": seed,
-        "repetition_penalty": rollout.repetition_penalty,
-        "presence_penalty": rollout.presence_penalty,
-        "frequency_penalty": rollout.frequency_penalty,
-        "min_tokens": rollout.min_tokens,
-        "stop": tuple(rollout.stop),
-        "stop_token_ids": tuple(rollout.stop_token_ids),
-        "ignore_eos": rollout.ignore_eos,
-    }
-    if validate:
-        val = rollout.val_kwargs
-        return SamplingParams(
-            n=val.n,
-            do_sample=val.do_sample,
-            temperature=val.temperature,
-            top_k=val.top_k,
-            top_p=val.top_p,
-            min_p=val.min_p,
-            logprobs=False,
-            **common,
-        )
+    rollout = config.actor_rollout_ref.rollout
+    chosen = rollout.val_kwargs if validate else rollout
     return SamplingParams(
-        n=1 if greedy else rollout.n,
-        do_sample=not greedy,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        logprobs=rollout.calculate_log_probs,
-        **common,
+        max_new_tokens=config.data.max_response_length,
+        n=1 if greedy and not validate else chosen.n,
+        do_sample=rollout.val_kwargs.do_sample if validate else not greedy,
+        temperature=chosen.temperature,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        min_p=chosen.min_p,
+        logprobs=rollout.calculate_log_probs and not validate,
+        seed=seed,
+        repetition_penalty=rollout.repetition_penalty,
+        presence_penalty=rollout.presence_penalty,
+        frequency_penalty=rollout.frequency_penalty,
+        min_tokens=rollout.min_tokens,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
     )
