@@ -232,7 +232,8 @@ def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str, name
     try:
         processor = load_processor(ModelConfig(path=folder), tokenizer, ImageDataConfig())
         images = data.ImageColumn(rows, named.get("image", "images"), processor)
-        lengths = token_lengths(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt", images=images)
+        found = row_tokens(rows, named.get(key, key), tokenizer, is_prompt=key == "prompt", images=images)
+        lengths = [len(tokens) + images.more_tokens(row) for row, tokens in enumerate(found)]
     except DataError as error:
         return [str(error)]
     shown = ", ".join(f"{name} {np.percentile(lengths, percentile):.0f}" for name, percentile in LONGEST)
@@ -242,22 +243,6 @@ def _write_lengths(rows: ParquetRows, program: TrainingProgram, model: str, name
         shown = ", ".join(f"{name} {np.percentile(own, percentile):.0f}" for name, percentile in LONGEST)
         show(f"  of these of the images of a row: {shown}\n")
     return []
-
-
-def token_lengths(
-    rows: ParquetRows,
-    key: str,
-    tokenizer: Any,
-    *,
-    is_prompt: bool,
-    limit: int = sys.maxsize,
-    images: data.ImageColumn | None = None,
-) -> list[int]:
-    """Return the number of tokens of each row's prompt or conversation with its images, see `row_tokens`."""
-    lengths = [*map(len, row_tokens(rows, key, tokenizer, is_prompt=is_prompt, limit=limit, images=images))]
-    if images is not None:
-        lengths = [length + images.more_tokens(row) for row, length in enumerate(lengths)]
-    return lengths
 
 
 def row_tokens(
