@@ -66,7 +66,7 @@ class WeightPushMixin(TrainingWorker):
         Raises:
             StaleWeightsError: The rollout's weights differ from the pushed ones.
         """
-        self._wake_up()
+        self.rollout_wake_up()
         with self._trained():
             health = self.rollout.load_weights(version, self._weights_to_push(adapters), adapters=adapters)
         return self._with_probe(health, probe)
@@ -197,14 +197,11 @@ class WeightPushMixin(TrainingWorker):
     @register(Dispatch.ONE_TO_ALL)
     def rollout_wake_up(self) -> None:
         """Allocate the rollout's memory again, before the next push."""
-        self._wake_up()
+        self.free_cached_memory()
+        self.rollout.wake_up()
 
     @register(Dispatch.ONE_TO_ALL)
     def free_cached_memory(self) -> None:
         """Release torch's cached unused memory, which a rollout on the same device cannot use."""
         if self.device == "cuda":
             torch.cuda.empty_cache()
-
-    def _wake_up(self) -> None:
-        self.free_cached_memory()
-        self.rollout.wake_up()

@@ -102,7 +102,7 @@ def local_tokens(layout: TokenLayout, rows: list[int], sharding: TokenSharding, 
         rows=rows,
         input_ids=ids[local_index].view(view),
         position_ids=positions[local_index].view(view),
-        packed_params=_packed_params(padded, sharding) if packed else None,
+        packed_params=_params_of_lengths(padded, sharding) if packed else None,
         state=state,
         labels=layout.labels[selected],
         cell=layout.cell[selected],
@@ -127,19 +127,11 @@ def local_tree_tokens(layout: TokenLayout, rows: list[int], sharding: TokenShard
         positions[0, num_tokens:] = torch.arange(fill)
         tree = tree.extended(fill)
     ends, longest = torch.tensor([0, num_tokens + fill], dtype=torch.int32), int(positions.max()) + 1
-    packed = PackedParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        tree=tree,
-    )
     return LocalTokens(
         rows=rows,
         input_ids=F.pad(layout.input_ids, (0, fill)),
         position_ids=positions,
-        packed_params=packed,
+        packed_params=_packed_params(ends, longest, tree=tree),
         last_row=torch.arange(len(layout.last)),
         source=F.pad(torch.arange(num_tokens)[None], (0, fill), value=-1),
         layout=layout,
@@ -173,16 +165,14 @@ def _local_token_index(padded: list[int], sharding: TokenSharding) -> tuple[torc
     return local_index, torch.full((start,), -1).index_copy(0, local_index, torch.arange(len(local_index)))
 
 
-def _packed_params(padded: torch.Tensor, sharding: TokenSharding) -> PackedParams:
-    ends = F.pad(padded.cumsum(0), (1, 0)).int()
-    longest = int(padded.max())
+def _params_of_lengths(padded: torch.Tensor, sharding: TokenSharding) -> PackedParams:
+    spans = sequence_spans(padded.tolist()) if sharding.cp_size == 1 else ()
+    return _packed_params(F.pad(padded.cumsum(0), (1, 0)).int(), int(padded.max()), spans=spans)
+
+
+def _packed_params(ends: torch.Tensor, longest: int, **segments: Any) -> PackedParams:
     return PackedParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        spans=sequence_spans(padded.tolist()) if sharding.cp_size == 1 else (),
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest, **segments
     )
 
 
