@@ -58,7 +58,6 @@ EXCEPTIONS = {
         "pending.result()": "its own default: an hour",
         "self.pending(request_id, json.loads).result()": "the same",
     },
-    "training_service/program.py": {"stop_requested.wait()": SERVICE},
     "serving/agent_loop/batch.py": {
         "self.work.wait()": CALL,
         "raised.wait()": LOOP,
@@ -68,7 +67,7 @@ EXCEPTIONS = {
     "serving/agent_loop/manager.py": {"partial.get()": CALL},
     "serving/agent_loop/episode_clock.py": {"slots.acquire()": LOOP},
     "serving/openai/server.py": {"arrived.get()": LOOP},
-    "serving/openai/standalone.py": {"stop_requested.wait()": SERVICE},
+    "serving/openai/connections.py": {"stop_requested.wait()": SERVICE},
     "serving/router.py": {"self._resumed.wait()": LOOP, "asyncio.wait(pumps)": CALL, "pump.exception()": DONE},
     "serving/service.py": {"future.result()": CALL, "self.done.result()": CALL, "receive().wait()": CALL},
     "single_controller/references.py": {

@@ -6,7 +6,6 @@ The service itself runs in this process. What computes runs here, too, or in pro
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from hybridrl.config.checks.megatron import model_problems
 from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.driver.cluster.ray_cluster import start_ray
 from hybridrl.errors import ConfigError
+from hybridrl.serving.openai.connections import serve_until_stopped
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
@@ -177,17 +177,4 @@ def serve_forever(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM. `on_start` is called once the server listens."""
     with open_service(options) as service:
-        asyncio.run(_serve(TrainingEndpoint(service, host=host, port=port), on_start))
-
-
-async def _serve(endpoint: TrainingEndpoint, on_start: Callable[[TrainingEndpoint], None]) -> None:
-    stop_requested = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in the main thread: the caller cancels this coroutine
-            asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
-    await endpoint.start()
-    on_start(endpoint)
-    try:
-        await stop_requested.wait()
-    finally:
-        await endpoint.stop()
+        asyncio.run(serve_until_stopped(TrainingEndpoint(service, host=host, port=port), on_start))

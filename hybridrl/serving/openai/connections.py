@@ -4,8 +4,11 @@ Used by `server`. aiohttp limits the size of headers and of one body; it does no
 """
 
 import asyncio
+import contextlib
+import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -130,3 +133,17 @@ class _Refusal(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         transport.write(REFUSAL)
         transport.close()
+
+
+async def serve_until_stopped(endpoint: Any, on_start: Callable[[Any], None]) -> None:
+    """Start an endpoint, call `on_start` once it listens, and stop it upon Ctrl-C or SIGTERM."""
+    stop_requested = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not in the main thread: the caller cancels this coroutine
+            asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
+    await endpoint.start()
+    on_start(endpoint)
+    try:
+        await stop_requested.wait()
+    finally:
+        await endpoint.stop()

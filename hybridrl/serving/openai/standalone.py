@@ -4,8 +4,6 @@ The model has one replica in this process, or several replica processes on Ray.
 """
 
 import asyncio
-import contextlib
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from hybridrl.config.schema.data import ImageDataConfig
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import ConfigError
+from hybridrl.serving.openai.connections import serve_until_stopped
 from hybridrl.serving.openai.parameters import ServedModel
 from hybridrl.serving.openai.server import Endpoint
 from hybridrl.serving.replicas import GroupReplicas, Replicas
@@ -139,15 +138,5 @@ def serve_forever(
 async def _serve(
     served: ServedModel, replicas: Replicas, *, host: str, port: int, on_start: Callable[[Endpoint], None]
 ) -> None:
-    stop_requested = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in the main thread: the caller cancels this coroutine
-            asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
     async with ReplicaRouter(replicas) as router:
-        endpoint = Endpoint(router, served, host=host, port=port)
-        await endpoint.start()
-        on_start(endpoint)
-        try:
-            await stop_requested.wait()
-        finally:
-            await endpoint.stop()
+        await serve_until_stopped(Endpoint(router, served, host=host, port=port), on_start)
