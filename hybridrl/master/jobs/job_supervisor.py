@@ -337,7 +337,8 @@ class JobSupervisor:
                 self._master.add_exit_reason(lost)
             reason = ", ".join(f"{role}-{lost.rank} was lost: {lost.cause}" for lost in losses)
             ranks = self._processes.restart_set([lost.rank for lost in losses], role)
-            if not self._decide(self._role_failure(role, reason, ranks)).is_granted:
+            failure = _role_failure(role, reason, ranks, also=self._downstream(role))
+            if not self._decide(failure).is_granted:
                 raise _add_note(losses[0], self._report(role))
             try:
                 self._restart(role, ranks, reason)
@@ -359,9 +360,6 @@ class JobSupervisor:
         if role == TRAINER or self._spec.role(role).restart != "downstream":
             return []
         return downstream(self._spec.edges, role)
-
-    def _role_failure(self, role: str, what: str, ranks: Sequence[int]) -> Failure:
-        return _role_failure(role, what, ranks, also=self._downstream(role))
 
     def _start_runs(self, role: str, ranks: Sequence[int]) -> None:
         if role in self._runs or role == TRAINER:

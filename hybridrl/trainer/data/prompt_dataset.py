@@ -157,8 +157,7 @@ class RLHFDataset:
             return [self._tokenize_with_images(start + i, messages) for i, messages in enumerate(conversations)]
         if not getattr(self.tokenizer, "chat_template", None) and all(isinstance(prompt, str) for prompt in prompts):
             return self.tokenizer(prompts)["input_ids"]
-        location = lambda i: self._rows.location(start + i)  # noqa: E731
-        return self._render(conversations, location)
+        return self._render(conversations, lambda i: self._rows.location(start + i))
 
     def _render(self, conversations: list[list[dict]], location: Callable[[int], str]) -> list[list[int]]:
         options = self.config.apply_chat_template_kwargs

@@ -81,10 +81,7 @@ def report_stages_to(watch: MasterClient) -> Callable[[Task, Any], None]:
     """Return middleware that reports every stage, step and commit to the master."""
 
     def change(task: Task, trainer: Any) -> None:
-        def wrapper(fn: StageFn) -> StageFn:
-            return _reported(fn, spec_of(fn).name, watch, trainer)
-
-        task.use_wrapper(wrapper)
+        task.use_wrapper(lambda fn: _reported(fn, spec_of(fn).name, watch, trainer))
 
     return change
 

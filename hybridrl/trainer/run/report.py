@@ -109,17 +109,10 @@ def merge_steps(history: History) -> list[dict[str, float]]:
     """
     steps: dict[int, dict[str, float]] = {}
     for entry in history:
-        evaluated_step = int(entry.get("val/version", entry["step"]))
-        found = (
-            {name: value for name, value in entry.items() if name.startswith("val-")}
-            if evaluated_step != entry["step"]
-            else {}
-        )
-        steps.setdefault(int(entry["step"]), {}).update(
-            {name: value for name, value in entry.items() if name not in found}
-        )
-        if found:
-            steps.setdefault(evaluated_step, {"step": evaluated_step}).update(found)
+        logged, evaluated = int(entry["step"]), int(entry.get("val/version", entry["step"]))
+        for name, value in entry.items():
+            step = evaluated if name.startswith("val-") else logged
+            steps.setdefault(step, {"step": step})[name] = value
     return [steps[step] for step in sorted(steps)]
 
 

@@ -31,7 +31,7 @@ from hybridrl.config.schema.ppo import FilterGroupsConfig
 from hybridrl.errors import CheckpointError, DataError
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import response_lengths
-from hybridrl.trainer.checkpoint.step_ledger import KEPT, TRAINED, Outcomes
+from hybridrl.trainer.checkpoint.step_ledger import KEPT, TRAINED
 from hybridrl.trainer.data.prompt_loader import EPOCH, ROW
 from hybridrl.trainer.ppo.off_policy import token_ages
 from hybridrl.trainer.ppo.sampling.replay_buffer import concat_padded
@@ -154,7 +154,8 @@ class StepGroups:
     def __init__(self, group_filter: GroupFilter, *, version: int):
         self._filter, self._version = group_filter, version
         self._usable = [] if group_filter.kept is None else [group_filter.kept]
-        self._outcomes: dict[str, dict[str, list[int]]] = {}
+        # What became of every prompt: trained, filtered, surplus (dropped), or kept for the next step.
+        self.outcomes: dict[str, dict[str, list[int]]] = {}
         self._num_batches = self._num_groups = self._num_filtered = 0
         self._metric_sum, self._num_valid = 0.0, 0
 
@@ -246,16 +247,11 @@ class StepGroups:
     def _record(self, outcome: str, rows: DataProto) -> None:
         columns = rows.non_tensor_batch
         for epoch, row in zip(columns[EPOCH][:: self._filter.n], columns[ROW][:: self._filter.n], strict=True):
-            self._outcomes.setdefault(str(epoch), {}).setdefault(outcome, []).append(int(row))
-
-    @property
-    def outcomes(self) -> Outcomes:
-        """What became of every prompt: trained, filtered, surplus (dropped), or kept for the next step."""
-        return self._outcomes
+            self.outcomes.setdefault(str(epoch), {}).setdefault(outcome, []).append(int(row))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the collection; those of the batch cover its chosen groups only."""
-        count = {name: sum(len(rows.get(name, ())) for rows in self._outcomes.values()) for name in (SURPLUS, KEPT)}
+        count = {name: sum(len(rows.get(name, ())) for rows in self.outcomes.values()) for name in (SURPLUS, KEPT)}
         name, group = self._filter.config.metric or DEFAULT_METRIC, "training/filter_groups"
         return {
             "train/num_gen_batches": float(self._num_batches),

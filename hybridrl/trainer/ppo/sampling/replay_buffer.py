@@ -23,12 +23,8 @@ from hybridrl.rewards.manager import BRANCHES
 from hybridrl.trainer.ppo.off_policy import token_ages
 
 FILE = "groups"
-LEFT_PADDED_COLUMNS = (
-    "prompts",
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-)  # columns as wide as the batch's longest prompt and more
+# As wide as the batch's longest prompt and more.
+LEFT_PADDED_COLUMNS = ("prompts", "input_ids", "attention_mask", "position_ids")
 
 
 @dataclass

@@ -161,18 +161,11 @@ class TailPrompts(StepPrompts):
 
     def outcomes(self) -> dict[str, dict[str, list[int]]]:
         """Return the deferred prompts of this step: epoch -> outcome -> rows."""
-        found: dict[str, dict[str, list[int]]] = {}
-        for prompt in self.waiting:
-            if prompt.step == self._step():
-                found.setdefault(str(prompt.epoch), {}).setdefault(DEFERRED, []).append(prompt.row)
-        return found
+        return _by_epoch(DEFERRED, [prompt for prompt in self.waiting if prompt.step == self._step()])
 
     def trained(self) -> dict[str, dict[str, list[int]]]:
         """Return the prompts of the round that were not deferred, as `outcomes` does."""
-        found: dict[str, dict[str, list[int]]] = {}
-        for prompt in self._drawn:
-            found.setdefault(str(prompt.epoch), {}).setdefault(TRAINED, []).append(prompt.row)
-        return found
+        return _by_epoch(TRAINED, self._drawn)
 
     def metrics(self) -> dict[str, float]:
         """Return how many prompts this step has deferred, how many wait, and how long its own ones have waited."""
@@ -196,3 +189,10 @@ class TailPrompts(StepPrompts):
         """Continue after a `state_dict`, also one of `StepPrompts`."""
         super().load_state_dict({name: value for name, value in state.items() if name != STATE})
         self.waiting, self._drawn, self._ages = [Prompt(*entry) for entry in state.get(STATE, ())], [], {}
+
+
+def _by_epoch(outcome: str, prompts: list[Prompt]) -> dict[str, dict[str, list[int]]]:
+    found: dict[str, dict[str, list[int]]] = {}
+    for prompt in prompts:
+        found.setdefault(str(prompt.epoch), {outcome: []})[outcome].append(prompt.row)
+    return found
