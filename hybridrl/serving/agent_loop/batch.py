@@ -62,6 +62,7 @@ class RowClient:
     num_at_limit: int = 0
     clock: EpisodeClock = field(default_factory=EpisodeClock)
     _occurrences: Counter[str] = field(default_factory=Counter)
+    _conversations: set[str] = field(default_factory=set)
     _num_requests: int = 0  # to the router
     _num_answered: int = 0  # in the last `SETTLE_S` seconds, while other requests wait
 
@@ -71,6 +72,12 @@ class RowClient:
         if self.is_finished or (self.has_own_pace and not self.batch.is_at_last_limit):
             return True
         return 0 < self.num_open == self.num_at_limit and not self._num_answered
+
+    def finish(self) -> None:
+        """End the row: no replica has its conversations any more."""
+        self.is_finished = True
+        for conversation in self._conversations:
+            self.batch.router.table.end_conversation(conversation)
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
         """Return a whole turn.
@@ -121,13 +128,15 @@ class RowClient:
         """Return the turn with up to `tokens_left` more tokens."""
         left = request.sampling.max_new_tokens - len(turn.token_ids)
         self._num_requests += 1
+        conversation = conversation or request.request_id
+        self._conversations.add(conversation)
         part = continued(
             request,
             turn.token_ids,
             request_id=f"{request.request_id}@{self._num_requests}",
             max_new_tokens=min(left, tokens_left),
         )
-        output = await self.batch.router.generate(part, conversation=conversation or request.request_id)
+        output = await self.batch.router.generate(part, conversation=conversation)
         whole = join_chunks(request.request_id, [turn, output])
         return with_reason(whole, has_all=len(output.token_ids) == left)
 
@@ -263,7 +272,7 @@ class AgentBatch:
             self._settled.set()
             raise
         finally:
-            self.clients[number].is_finished = True
+            self.clients[number].finish()
             self.check_settled()
 
     async def _try_row(self, number: int) -> AgentLoopOutput:

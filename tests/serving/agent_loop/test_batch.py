@@ -15,6 +15,7 @@ from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.agent_loop.episode_clock import EpisodeClock
 from hybridrl.serving.agent_loop.recorded_row import pop_records, to_columns
 from hybridrl.serving.concurrency_limit import slots
+from hybridrl.serving.routing_table import ReplicaState, RoutingTable
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -26,6 +27,8 @@ class Policy:
 
     def __init__(self) -> None:
         self.version, self.requests = 1, list[Request]()
+        self.table = RoutingTable(1)
+        self.table.move(0, ReplicaState.SERVING)
         self._running = asyncio.Event()
         self._running.set()
 
@@ -45,7 +48,9 @@ class Policy:
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
         await self._running.wait()
         self.requests.append(request)
+        self.table.assign(request.request_id, request.prompt_ids, conversation=conversation)
         await asyncio.sleep(0)
+        self.table.finish(request.request_id)
         tokens = [100 + request.num_done + i for i in range(request.sampling.max_new_tokens)]
         return TokenOutput(request.request_id, tokens, [-1.0] * len(tokens), "length", self.version)
 
@@ -93,6 +98,17 @@ def test_a_turn_waits_at_the_limit_and_goes_on_with_the_next_weights():
         [output] = batch.outputs
         assert output.token_versions == [1, 1, 1, -1, 1, 2, 2, 2] and output.version == 1
         assert output.response_ids == [100, 101, 102, 9, 104, 105, 106, 107]
+
+    asyncio.run(check())
+
+
+def test_the_router_forgets_the_conversations_of_a_finished_row():
+    async def check() -> None:
+        batch, policy = new_batch(two_turns, num_rows=3), Policy()
+        await advance(batch, policy, 5, version=1)
+        assert sorted(policy.table._conversations) == ["r0", "r1", "r2"]
+        await advance(batch, policy, LENGTH, version=2)
+        assert batch.is_complete and not policy.table._conversations
 
     asyncio.run(check())
 

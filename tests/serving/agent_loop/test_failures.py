@@ -12,6 +12,7 @@ from hybridrl.serving.agent_loop import failures
 from hybridrl.serving.agent_loop.base import AgentLoop, AgentLoopContext, AgentLoopOutput
 from hybridrl.serving.agent_loop.batch import AgentBatch
 from hybridrl.serving.agent_loop.failures import FailureSort, leave_out_groups, sort_failure
+from hybridrl.serving.routing_table import RoutingTable
 from hybridrl.workers.rollout.requests import Request, TokenOutput
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams
 
@@ -22,7 +23,7 @@ SAMPLING = SamplingParams(4)
 class Policy:
     """Answers every request with the tokens of its row."""
 
-    is_paused = False
+    is_paused, table = False, RoutingTable(1)
 
     async def generate(self, request: Request, *, conversation: str | None = None) -> TokenOutput:
         await asyncio.sleep(0)
