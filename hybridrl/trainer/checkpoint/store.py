@@ -33,6 +33,7 @@ ENGINE_STATE, RANKS_FILE = ".metadata", re.compile(r"(?:__|random_)(\d+)(?:_\d+\
 """File names of torch.distributed.checkpoint, and of the file that each Megatron rank adds."""
 OWN_RANKS_FILE = re.compile(r"rank_(\d+)\..+")
 """File names of an engine that writes its checkpoints without torch.distributed.checkpoint (`Engine.save`)."""
+BEGIN_TIMEOUT_S = 30.0  # for a thread that has nothing to wait for
 STEP_NAME, PARTIAL = re.compile(r"global_step_(0|[1-9]\d{0,17})"), ".partial"
 
 
@@ -112,15 +113,24 @@ class ManifestWriter:
 
     def __init__(self, partial: str, path: str, *, step: int):
         self.partial, self.path, self.step = partial, path, step
-        self._lock, self._abandoned, self._ended = threading.Lock(), False, threading.Event()
+        self._lock, self._abandoned = threading.Lock(), False
+        self._begun, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
 
     def finish_within(self, timeout_s: float | None) -> None:
         """Finish the commit; raises StorageError after `timeout_s`, and the commit then never appears."""
         _thread.start_new_thread(self._run, ())
-        self._ended.wait(timeout_s)
+        begin_timeout_s = BEGIN_TIMEOUT_S if timeout_s is None else min(BEGIN_TIMEOUT_S, timeout_s)
+        has_begun = self._begun.wait(begin_timeout_s)
+        if has_begun:
+            self._ended.wait(timeout_s)
         with self._lock:
-            self._abandoned = self._abandoned or not self._ended.is_set()
+            self._abandoned = not self._ended.is_set()
+        if not has_begun:
+            raise StorageError(
+                f"{self.partial}: the thread that finishes the commit did not begin in {begin_timeout_s:g} s; this "
+                "process may have no memory left: free some, and start the same command again"
+            )
         if self._abandoned:
             raise StorageError(
                 f"{self.partial} was not on the disk within trainer.call_timeout_s={timeout_s:g} s: storage "
@@ -130,6 +140,7 @@ class ManifestWriter:
             raise self._error
 
     def _run(self) -> None:
+        self._begun.set()
         try:
             _write_json(os.path.join(self.partial, MANIFEST), {"step": self.step, "files": _inventory(self.partial)})
             _sync_tree(self.partial)

@@ -47,7 +47,7 @@ def test_a_step_that_is_committed_is_not_replaced(tmp_path):
 def test_a_commit_whose_thread_ends_at_its_birth_fails_in_time(tmp_path, monkeypatch):
     store = store_with(tmp_path, 1)
     monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)  # as without memory for its first frame
-    with pytest.raises(StorageError, match=r"was not on the disk within trainer.call_timeout_s=0.1 s"):
+    with pytest.raises(StorageError, match=r"did not begin in 0.1 s; this process may have no memory left"):
         store.commit(2, write(), finish_timeout_s=0.1)
     assert store.steps() == [1]
 
