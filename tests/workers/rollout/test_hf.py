@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
-from hybridrl.workers.rollout import RolloutSetup, SamplingParams, fingerprint, hf, make_rollout
+from hybridrl.workers.rollout import RolloutSetup, SamplingParams, fingerprint, make_rollout
 from hybridrl.workers.rollout.hf import _new_cache, places_after_drop
 from hybridrl.workers.rollout.sampling.sampler import draw_tokens, row_seeds, sequence_keys, uniforms
 from hybridrl.workers.weight_transfer import OutgoingWeights, buckets
@@ -411,7 +411,7 @@ def test_a_push_reads_the_weights_once_at_each_end(start, model_paths, monkeypat
         hashed.append(tensor.numel())
         return hash_of(tensor, dtype)
 
-    for module in (hash_functions, buckets, hf):
+    for module in (hash_functions, buckets):
         monkeypatch.setattr(module, "tensor_hash", counting)
     once = sum(tensor.numel() for _, tensor in weights)
     health = rollout.load_weights(1, weights)  # in one process: the actor's weights, then the engine's own
