@@ -29,14 +29,14 @@ EXCEPTIONS = {
     "data_plane/futures.py": {"whole.chunk(parts)[index].get()": CALL},
     "driver/run_context.py": {"channel.recv(RECEIVE_BYTES)": PARENT},
     "evaluation/endpoint.py": {"task.result()": DONE},
-    "framework/composition.py": {
+    "framework/composition.py": {"future.result()": DONE, "future.exception()": DONE},
+    "framework/parallel/inbox.py": {"self._changed.wait()": IDLE},
+    "framework/parallel/outbox.py": {"self._changed.wait()": IDLE},
+    "framework/threads.py": {
         "calls.get()": IDLE,
-        "future.result()": DONE,
         "future.exception()": DONE,
         "wait(futures, return_when=FIRST_EXCEPTION)": STAGES,
     },
-    "framework/parallel/inbox.py": {"self._changed.wait()": IDLE},
-    "framework/parallel/outbox.py": {"self._changed.wait()": IDLE},
     "master/jobs/submit.py": {"running.wait()": SERVICE, "self._outcome.result()": SERVICE},
     "master/service/job_master.py": {"self._queue.get()": DONE},
     "rewards/sandbox/inside/first_process.py": {"os.waitpid(first, 0)": LIMIT, "watched.wait()": LIMIT},

@@ -10,7 +10,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.load import compose_settings
 from hybridrl.planning import Devices, candidates, plan_processes, with_settings
 from hybridrl.planning.machine import this_machine
-from hybridrl.testing.engine import save_tiny_qwen2
+from hybridrl.testing.engine_reference import save_tiny_qwen2
 from hybridrl.workers.engine.model_shape import ModelShape
 
 GIB = 2**30

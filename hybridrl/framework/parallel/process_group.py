@@ -1,12 +1,8 @@
 """The processes of `Parallel.runner`: start, connect and await them.
 
 `MemberGroup` runs in the process that called the runner. `GroupMember` is the Ray actor in each process. A process that
-raises or dies ends the group. Where retries are left it restarts instead: after an exception in the same process, after
-a death in a new one of the same name.
-
-The end of a group: the members' `main` ends first, then their processes. When a process has failed, or after Ctrl-C,
-the tasks of the others finish their step. What still runs after half the time is interrupted, and after all of it
-killed.
+raises or dies ends the group (`group_end.py`). Where retries are left it restarts instead: after an exception in the
+same process, after a death in a new one of the same name.
 """
 
 import contextlib
@@ -16,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
+from hybridrl.errors import PlacementError, WorkerLost
+from hybridrl.framework.parallel.group_end import allow_exit, end_mains, kill
 from hybridrl.framework.parallel.group_member import INBOX, NAMESPACE, GroupMember, on_inbox_thread
 from hybridrl.single_controller.awaiting import wait_all
-from hybridrl.single_controller.cluster import get_value
 from hybridrl.single_controller.monitoring.process import PROCESS
 
 logger = logging.getLogger(__name__)
@@ -247,105 +243,3 @@ def _member_names() -> list[str]:
 
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and "/node-" in actor["name"]]
-
-
-# -- the end of a group
-
-
-EXIT_TIMEOUT_S = 20.0  # to flush files at exit before the kill, and again for the kill to take effect
-READ_TIMEOUT_S = 5.0  # for a result that is ready
-
-
-def end_mains(
-    running: Mapping[Any, str], members: Mapping[str, Any], because: BaseException, *, timeout_s: float
-) -> set[str]:
-    """End every `main` that still runs, so that its exit hooks and `finally` blocks run.
-
-    Args:
-        running: Reference to the result of `main` -> name of the process.
-        members: Name -> Ray actor.
-        because: Why the group ends. Gets a note per process that fails meanwhile, or does not end.
-        timeout_s: Seconds for all of them.
-
-    Returns:
-        Names of the processes whose `main` did not end.
-    """
-    pending = list(running)
-    if pending:
-        logger.warning(
-            "the group ends because of %s; %s may finish within %g s",
-            type(because).__name__,
-            ", ".join(running.values()),
-            timeout_s,
-        )
-    for name in running.values():
-        on_inbox_thread(members[name].finish).remote(repr(because))
-    pending = _wait(pending, timeout_s / 2)
-    for reference in pending:
-        on_inbox_thread(members[running[reference]].interrupt).remote()
-    pending = _wait(pending, timeout_s / 2)
-    for reference, name in running.items():
-        if reference in pending:
-            because.add_note(f"{name} did not end within {timeout_s:g} s and was killed, without its exit hooks")
-        else:
-            _note_failure(reference, name, because)
-    return {running[reference] for reference in pending}
-
-
-def _wait(references: list, timeout_s: float) -> list:
-    """Wait for all; return those that are not ready after `timeout_s`."""
-    import ray
-
-    if not references:
-        return []
-    return ray.wait(references, num_returns=len(references), timeout=timeout_s, fetch_local=False)[1]
-
-
-def _note_failure(reference: Any, name: str, because: BaseException) -> None:
-    try:
-        get_value(reference, what=f"the end of {name}", timeout_s=READ_TIMEOUT_S)
-    except Exception as error:
-        cause = getattr(error, "cause", None) or error
-        because.add_note(f"{name} failed while the group ended: {cause!r}")
-
-
-def allow_exit(members: Sequence[Any]) -> None:
-    """Let idle processes exit by themselves, so that their exit handlers run."""
-    import ray
-
-    if members:
-        ray.wait(
-            [member.__ray_terminate__.remote() for member in members],
-            num_returns=len(members),
-            timeout=EXIT_TIMEOUT_S,
-            fetch_local=False,
-        )
-
-
-def kill(members: Mapping[str, Any]) -> None:
-    """Kill processes and return when all their names are free again.
-
-    Raises:
-        CallTimeout: A process is still registered after `EXIT_TIMEOUT_S`.
-    """
-    import ray
-
-    for member in members.values():
-        ray.kill(member, no_restart=True)
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
-    for name in members:
-        while _is_running(name):
-            if time.monotonic() > deadline:
-                raise CallTimeout(
-                    f"{name} was killed and is still registered after {EXIT_TIMEOUT_S:g} s; is its node reachable?"
-                )
-            time.sleep(0.01)
-
-
-def _is_running(name: str) -> bool:
-    import ray
-
-    with contextlib.suppress(ValueError):
-        ray.get_actor(name, namespace=NAMESPACE)
-        return True
-    return False

@@ -3,33 +3,25 @@
 `hybridrl job submit FILE` and `hybridrl job graph FILE` call it.
 
     job.yaml, job.json     the whole job, as `Job.model_dump_json` writes it, or `workloads` (`workload_mapping.py`)
-    job.py, job.py:NAME    Python that defines `build()`, or has a job or a builder at its top level
+    job.py, job.py:NAME    Python that defines `build()`, a job, or a builder (`job_module.py`)
 
-The whole job is a mapping with `roles`, `pools`, `trainer`, `edges` and settings. Unknown and repeated keys are
-refused: a misspelled one would otherwise have no effect. A Python file is executed as by `python FILE`, without its
-`if __name__ == "__main__":` block, and without the arguments of the command line.
+Unknown and repeated keys are refused: a misspelled one would otherwise have no effect.
 """
 
-import inspect
 import json
 import re
-import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
 
 from hybridrl.errors import ConfigError
-from hybridrl.import_path import load_module
-from hybridrl.master.job_files.known_keys import check_keys, check_type
+from hybridrl.master.job_files.job_module import job_of_module
+from hybridrl.master.job_files.spec_mapping import job_of_spec
 from hybridrl.master.job_files.workload_mapping import job_of_workloads
-from hybridrl.master.jobs.builder import DLJob, DLJobBuilder, Job
-from hybridrl.master.plan.planner import check_declared_size, plan_job
-from hybridrl.master.plan.spec import EdgeSpec, JobSpec, PoolSpec, Resource, RoleSpec, TrainerSpec
+from hybridrl.master.jobs.builder import Job
 
 DATA_SUFFIXES = (".yaml", ".yml", ".json")
 PYTHON_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>\w+))?")
@@ -162,145 +154,3 @@ def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
             raise ConfigError(f"the key {key!r} is there twice in one mapping; remove one of them")
         found[key] = value
     return found
-
-
-# -- jobs in Python modules
-
-
-BUILD = "build"
-HINT = "define build() that returns a job, or `job = RLJobBuilder()...build()` at the top level"
-
-
-def job_of_module(path: Path, name: str | None = None) -> Job:
-    """Return the job of a Python file.
-
-    Args:
-        path: The file.
-        name: The function, job or builder to take. None: the only one.
-
-    Raises:
-        ConfigError: If the file cannot be executed, or has no job, or several.
-    """
-    with _as_program(path):
-        module = load_module(str(path))
-        found = {key: value for key, value in vars(module).items() if _describes_job(module, key, value)}
-        if name is not None:
-            return _named(module, name, found)
-        jobs = {key: job for key, value in found.items() if (job := _complete(value, alone=len(found) == 1))}
-    distinct = {key: job for i, (key, job) in enumerate(jobs.items()) if job.spec not in _specs(jobs, i)}
-    if not distinct:
-        raise ConfigError(f"{path} has no job; {HINT}")
-    if len(distinct) > 1:
-        raise ConfigError(
-            f"{path} has {len(distinct)} jobs: {', '.join(distinct)}; name one of them: {path}:{next(iter(distinct))}"
-        )
-    return next(iter(distinct.values()))
-
-
-def _specs(jobs: dict[str, Job], number: int) -> list[Any]:
-    return [job.spec for job in list(jobs.values())[:number]]
-
-
-def _describes_job(module: ModuleType, key: str, value: Any) -> bool:
-    is_own_function = inspect.isfunction(value) and value.__module__ == module.__name__
-    return isinstance(value, Job | DLJobBuilder) or (key == BUILD and is_own_function)
-
-
-def _named(module: ModuleType, name: str, found: dict[str, Any]) -> Job:
-    value = found.get(name, getattr(module, name, None))
-    if value is None or not (inspect.isfunction(value) or isinstance(value, Job | DLJobBuilder)):
-        raise ConfigError(f"{module.__file__} has no job {name!r}; there are {', '.join(found) or 'none'}")
-    return _job(value)
-
-
-def _complete(value: Any, *, alone: bool) -> Job | None:
-    """Return the job, or None for a builder that is not complete yet: others may be derived from it."""
-    try:
-        return _job(value)
-    except ConfigError:
-        if alone or not isinstance(value, DLJobBuilder):
-            raise
-        return None
-
-
-def _job(value: Any) -> Job:
-    if inspect.isfunction(value):
-        try:
-            inspect.signature(value).bind()
-        except TypeError as error:
-            raise ConfigError(f"{value.__name__}() requires an argument ({error}); give it a default") from error
-        built = value()
-        if not isinstance(built, Job | DLJobBuilder):
-            raise ConfigError(f"{value.__name__}() returned {built!r}; it has to return a job or a builder")
-        value = built
-    return value.build() if isinstance(value, DLJobBuilder) else value
-
-
-@contextmanager
-def _as_program(path: Path) -> Iterator[None]:
-    """Let the block see this file as the program.
-
-    Its directory stays on the module path.
-    """
-    folder, argv = str(path.resolve().parent), sys.argv
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    sys.argv = [str(path)]
-    try:
-        yield
-    except SystemExit as error:
-        raise ConfigError(
-            f'{path} ended with exit code {error.code} while it was read; put its work under if __name__ == "__main__":'
-        ) from error
-    finally:
-        sys.argv = argv
-
-
-# -- a job's own form in YAML
-
-
-LISTS = {"roles": RoleSpec, "pools": PoolSpec, "edges": EdgeSpec}
-
-
-def job_of_spec(data: Mapping[str, Any]) -> Job:
-    """Return the job whose spec has these fields.
-
-    Raises:
-        ConfigError: For unknown or missing fields, and for values that no job can have.
-    """
-    full = {"trainer": None, "edges": [], **data}
-    _check_fields(full, JobSpec, "")
-    for name, kind in LISTS.items():
-        if name not in full:
-            raise ConfigError(f"{name}: is missing; a job has roles and the pools that they are on")
-        check_type(full[name], (list,), "", name)
-        full[name] = [_part(part, kind, f"{name}[{i}]") for i, part in enumerate(full[name])]
-    if full["trainer"] is not None:
-        full["trainer"] = _part(full["trainer"], TrainerSpec, "trainer")
-    try:
-        spec = JobSpec.from_dict(full)
-        check_declared_size(spec, plan_job(spec, "job"))
-    except ConfigError:
-        raise
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"it is not what model_dump_json() writes ({type(error).__name__}: {error}); describe the job by "
-            "'workloads', or with a builder"
-        ) from error
-    return DLJob(spec)
-
-
-def _part(data: Any, kind: type, where: str) -> dict[str, Any]:
-    """Return the fields of one role, pool, edge or trainer, with a resource and a list where they may be left out."""
-    check_type(data, (dict,), "", where)
-    _check_fields(data, kind, where)
-    if kind in (RoleSpec, TrainerSpec):
-        resource = data.get("resource", {})
-        check_type(resource, (dict,), where, "resource")
-        _check_fields(resource, Resource, f"{where}.resource")
-        return {**data, "resource": resource}
-    return {"apart_from": [], **data} if kind is PoolSpec else dict(data)
-
-
-def _check_fields(data: Mapping[str, Any], kind: type, where: str) -> None:
-    check_keys(data, [field.name for field in fields(kind)], where)

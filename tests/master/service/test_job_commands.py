@@ -9,8 +9,8 @@ import ray
 from hybridrl import cli
 from hybridrl.errors import ConfigError
 from hybridrl.master.service.client import MasterClient
-from hybridrl.master.service.job_commands import printed_by
 from hybridrl.master.service.journal import JournaledState
+from hybridrl.master.service.process_output import printed_by
 from hybridrl.master.state.events import CheckpointCommitted, JobEnded, JobStarted, WorkerJoined
 from tests.support.master.monitored_process import monitored_adders, wait_for, wait_until_gone
 

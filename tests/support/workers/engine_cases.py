@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.config.schema.workers import FSDPConfig, OptimConfig
 from hybridrl.protocol import DataProto
-from hybridrl.testing.engine import (
+from hybridrl.testing.engine_reference import (
     PROMPT,
     RESPONSE,
     UNDETERMINED,
