@@ -201,9 +201,12 @@ class _PlainUnpickler(PythonUnpickler):
         return PLAIN_DATA[module, name] or super().find_class(module, name)
 
     def load_build(self) -> None:
-        """Give the last object but one the last one as its state, if it is one that this library writes."""
+        """Set the state of an object, if it is one that this library writes.
+
+        Both are the last two of the stack.
+        """
         filled, state = self.stack[-2:]
-        if not (isinstance(filled, Record) or _is_state_of_array(filled, state) or _is_state_of_dtype(filled, state)):
+        if not (isinstance(filled, Record) or _is_new_array(filled) or _is_state_of_dtype(filled, state)):
             raise DataError(f"the state of a {type(filled).__name__} is not plain data")
         super().load_build()
 
@@ -214,13 +217,16 @@ class _PlainUnpickler(PythonUnpickler):
     dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build, pickle.BYTEARRAY8[0]: load_bytearray8}
 
 
-def _is_state_of_array(value: Any, state: Any) -> bool:
-    """Return whether numpy may fill an array. Others may have the memory of one that is filled already."""
+def _is_new_array(value: Any) -> bool:
+    """Return whether numpy may fill this array: one that is filled may share its memory with others."""
     return isinstance(value, np.ndarray) and not value.size
 
 
 def _is_state_of_dtype(value: Any, state: Any) -> bool:
-    """Return whether a state changes byte order and unit only. numpy believes it, fields out of the array included."""
+    """Return whether a state changes byte order and unit only.
+
+    numpy checks nothing of it, so that it might name fields outside of the array.
+    """
     if not isinstance(value, np.dtype) or len(state) != (9 if value.kind in "mM" else 8) or state[0] != len(state) - 5:
         return False
     layout = zip(state[5:8], (value.itemsize, value.alignment, value.flags), strict=True)

@@ -68,7 +68,10 @@ def actor_names(prefix: str = "") -> list[str]:
 
 
 def process_of(actor: Any) -> tuple[str, int]:
-    """Return node id and process id of an actor, also before it answers; "" and 0 if Ray does not say."""
+    """Return node id and process id of an actor, also before it answers.
+
+    They are "" and 0 if Ray does not say.
+    """
     from ray._private.state import state
 
     with suppress(Exception):  # whatever the library raises whose cluster is being lost

@@ -41,6 +41,7 @@ class PreferenceWorker(SupervisedWorker):
     """
 
     config: DPOConfig
+    default_role = "dpo"
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
@@ -99,7 +100,7 @@ class RewardTrainingWorker(SupervisedWorker):
         role: Name of the role.
     """
 
-    kind = "score"
+    default_role, kind = "rm", "score"
     sequences_per_row = 2
 
     @register(MINI_BATCH_COMPUTE)

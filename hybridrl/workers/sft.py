@@ -30,15 +30,17 @@ class SupervisedWorker(TrainingWorker):
         role: Name of the role.
 
     Attributes:
+        default_role: Name of the role where none is given.
         kind: What the model computes, see `EngineSetup`.
         sequences_per_row: Sequences of one row of the data, which stay in one micro-batch.
     """
 
+    default_role: str
     kind = "causal_lm"
     sequences_per_row = 1
 
-    def __init__(self, config: SupervisedConfig, role: str = ""):
-        self.config, self.role = config, role
+    def __init__(self, config: SupervisedConfig, role: str | None = None):
+        self.config, self.role = config, role or self.default_role
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_optimizer_steps: int = 0) -> None:
@@ -122,6 +124,8 @@ class SFTWorker(SupervisedWorker):
         config: Settings of the whole job.
         role: Name of the role.
     """
+
+    default_role = "sft"
 
     @register(MINI_BATCH_COMPUTE)
     def update(self, data: DataProto) -> DataProto:

@@ -124,7 +124,10 @@ def watch_in_thread() -> None:
 
 
 class Leftovers:
-    """The program that kills what is left of the cluster when this process is killed; it ends with this process."""
+    """Handle of `leftovers.py`, which kills what a killed program leaves of its cluster.
+
+    It ends with this process.
+    """
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", "-S", str(LEFTOVERS)]

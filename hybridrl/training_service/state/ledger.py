@@ -145,7 +145,10 @@ class Ledger:
         return (self._known[seq_id] for seq_id in sorted(self._known) if seq_id > self.done)
 
     def num_unsaved_bytes(self) -> int:
-        """Return the bytes of what has run since the stored state: it is kept, to run again after a loss."""
+        """Return the bytes of what has run since the stored state.
+
+        It is kept, because it runs again after a loss.
+        """
         unsaved = [one for seq_id, one in self._known.items() if self.saved < seq_id <= self.done]
         return sum(len(one.body) + len(one.answer.result(timeout=0).body) + OPERATION_BYTES for one in unsaved)
 

@@ -39,7 +39,10 @@ SIGNATURE_BYTES = 32
 
 
 class SignedStore(dist.PrefixStore):
-    """Messages of those who know the secret. torch's store shows its keys and values to whoever reaches the port."""
+    """A store of signed messages: who does not know the secret cannot write one.
+
+    torch's store shows its keys and values to whoever reaches the port.
+    """
 
     def __init__(self, secret: str, store: dist.Store):
         super().__init__("channel", store)
