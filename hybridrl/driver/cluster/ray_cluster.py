@@ -9,6 +9,7 @@ cluster whether it accepts this machine's token.
 """
 
 import contextlib
+import importlib
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hybridrl.driver.cluster.watch import watch_in_thread
@@ -50,6 +52,7 @@ HTTP2_HEADER_BYTES, HTTP2_TYPE = 9, 3
 ADDRESS = re.compile(r"(?P<client>ray://)?(?P<host>[^/]+):(?P<port>\d+)")
 AUTO = "auto"  # Ray's word for the cluster of this machine
 AUTH_MODE = "RAY_AUTH_MODE"
+RAYLET_PID = "RAY_RAYLET_PID"
 TOKEN_PLACES = "~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 ADDRESS_HINT = "start a cluster with `ray start --head`, or correct the address"
 
@@ -72,9 +75,7 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
             "trainer.backend=ray: Ray is not installed; pip install ray, or set trainer.backend=local for "
             "one process without it"
         )
-    import ray
-
-    if ray.is_initialized():
+    if is_connected():
         return
     if (address := existing_cluster(num_nodes=num_nodes)) is not None:
         connected = connect(
@@ -83,6 +84,8 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
             hint="start a cluster with `ray start --head`, or unset RAY_ADDRESS to start one on this machine",
             log_to_driver=False,
         )
+        import ray
+
         machines = sum(node["Alive"] for node in ray.nodes())
         logger.info("connected to the Ray cluster at %s, machines: %d", connected, machines)
         return
@@ -98,8 +101,16 @@ def start_ray(*, num_nodes: int = 1, lifecycle: DriverLifecycle | None = None) -
         else:
             start_local_cluster()
             watch_in_thread()
+    import ray
+
     own = ray.get_runtime_context().gcs_address
     logger.info("Ray runs at %s: hybridrl job ls --address %s", own, own)
+
+
+def is_connected() -> bool:
+    """Return whether this process is connected to a Ray cluster. Does not import Ray, see `import_ray`."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
 
 
 def existing_cluster(*, num_nodes: int = 1) -> str | None:
@@ -140,7 +151,7 @@ def start_cluster(*, code_paths: Sequence[str] = (), **limits: Any) -> str:
         code_paths: Directories from which the cluster's processes also import modules.
         limits: Further arguments of `ray.init`.
     """
-    import ray
+    ray = import_ray()
     from ray.job_config import JobConfig
 
     with keep_sigterm_handler(), _patient_start():  # Ray's own handler would end the process at once
@@ -154,6 +165,23 @@ def start_cluster(*, code_paths: Sequence[str] = (), **limits: Any) -> str:
         )
     address: str = ray.get_runtime_context().gcs_address
     return address
+
+
+def import_ray() -> ModuleType:
+    """Return Ray's module, imported such that it never takes this process's raylet for lost.
+
+    In a child of process 1, as in a container, a call of its library that meets a lost raylet ends the process with
+    code 1 and without a word: also `ray.shutdown` after a successful run. `ClusterWatch` reports the loss instead. The
+    library asks whether the process `RAYLET_PID` runs, which it reads when Ray is first imported. Raylets set it for
+    their workers.
+    """
+    if "ray" not in sys.modules:
+        os.environ[RAYLET_PID] = str(os.getpid())
+        try:
+            importlib.import_module("ray")
+        finally:
+            del os.environ[RAYLET_PID]
+    return sys.modules["ray"]
 
 
 @contextlib.contextmanager

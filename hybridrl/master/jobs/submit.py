@@ -191,9 +191,7 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
         address: The cluster's, from the command line. None: see `submit`.
         code_paths: Directories from which the job's processes also import modules.
     """
-    import ray
-
-    if ray.is_initialized():
+    if ray_cluster.is_connected():
         return False
     setting = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
@@ -206,6 +204,7 @@ def connect(*, blocking: bool, address: str | None = None, code_paths: Sequence[
         hint = "start a cluster with `ray start --head`, or unset RAY_ADDRESS"
         ray_cluster.connect(address, setting=setting, hint=hint, code_paths=code_paths)
     else:
+        ray = ray_cluster.import_ray()
         try:
             ray_cluster.start_cluster(code_paths=code_paths)
         except (OSError, RuntimeError, ray.exceptions.RayError) as error:

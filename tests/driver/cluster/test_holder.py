@@ -147,6 +147,17 @@ def test_a_killed_program_without_a_supervisor_leaves_nothing_of_its_cluster():
         wait_until_gone(pid, within_s=10.0)
 
 
+@pytest.mark.timeout(120)
+def test_a_program_that_loses_its_raylet_while_it_exits_keeps_its_exit_code():
+    """A child of process 1: there Ray's library would end it with code 1."""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces for processes here")
+    command = f"{sys.executable} -m tests.support.driver.lost_cluster exit SIGKILL; exit $?"
+    program = subprocess.run([*apart, "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert program.returncode == 7, program.stderr
+
+
 def test_the_end_of_a_raylet_ends_the_wait_for_the_next_look_at_the_cluster(tmp_path, monkeypatch):
     raylet = tmp_path / "raylet"  # the kernel names a process after its file
     shutil.copy(shutil.which("sleep"), raylet)

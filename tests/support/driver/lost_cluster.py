@@ -2,9 +2,10 @@
 
 HOW is `program` or `submit`: what starts the cluster. Prints the ids of all processes of its cluster, then waits for a
 task that does not end. With HOW `end` the program ends instead, with an error of its own; with HOW `killed` the signal
-goes to the program itself.
+goes to the program itself. With HOW `exit` the program exits with code 7, and loses its raylet then.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -28,6 +29,10 @@ def wait_for_ever() -> None:
         time.sleep(0.1)
     time.sleep(1.0)
     print(*{*found, *watch._others}, flush=True)
+    if sys.argv[1] == "exit":
+        [raylet] = [pid for pid, name in watch._essential.items() if "raylet" in name]
+        atexit.register(os.kill, raylet, signal.Signals[sys.argv[2]])
+        sys.exit(7)
     [gcs] = [pid for pid, name in watch._essential.items() if "GCS" in name]
     os.kill(os.getpid() if sys.argv[1] == "killed" else gcs, signal.Signals[sys.argv[2]])
     if sys.argv[1] == "end":
