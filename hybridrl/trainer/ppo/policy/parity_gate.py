@@ -27,11 +27,21 @@ from hybridrl.workers.rollout.requests import Probe, ProbedTokens
 
 logger = logging.getLogger(__name__)
 
-TEXTS = ("The 3 boxes hold 4 pens each, and", "Question: how many days are there in 2 weeks?\nAnswer:")
-MAX_PROMPT, MAX_NEW = 16, 8  # tokens of a prompt and of its response: decoding 8 costs less than 8 beginnings of it
-# Mean difference of the log-probs of about 16 tokens. float32 engines differ by 4e-6 (docs/figures.md), on CUDA more:
-# attention may compute in TF32. In bfloat16 a model of 135M parameters has 0.02 to 0.035. gpt-oss has 0.02 with right
-# kernels, and 0.08 to 0.14 without its sinks (github.com/radixark/miles issue 1500).
+TEXTS = (
+    "The 3 boxes hold 4 pens each, and",
+    "Question: how many days are there in 2 weeks?\nAnswer:",
+    "Once upon a time there was",
+    "def add(a, b):\n",
+    "The capital of France is",
+    "Tom has 5 apples and eats 2,",
+    "Water boils at",
+    "1, 2, 4, 8,",
+)
+MAX_PROMPT, MAX_NEW = 16, 16  # tokens of a prompt and of its response
+# Mean difference of the log-probs of about 128 tokens. float32 engines differ by 4e-6 (docs/figures.md), on CUDA more:
+# attention may compute in TF32. In bfloat16 SmolLM2-135M has 0.02 to 0.06, with 4-bit weights most; any 16 of those
+# tokens have up to 0.09, so few tokens would not do. gpt-oss has 0.02 with right kernels, and 0.08 to 0.14 without its
+# sinks (github.com/radixark/miles issue 1500).
 FLOAT32_LIMITS, LIMIT_OF_16_BITS = {"cpu": 1e-4, "cuda": 1e-3}, 0.08
 # Weights of 8 bits differ by their rounding, which is no mistake: in that model by 0.15, a probe by at most 0.23 (fp8,
 # int8), with int4 by 3.2.
