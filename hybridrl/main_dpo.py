@@ -16,10 +16,9 @@ from hybridrl.trainer.supervised.program import run_supervised
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code."""
     return run_supervised(
+        "dpo",
         DPOConfig,
         argv,
-        program="python -m hybridrl.main_dpo",
-        preset="dpo_trainer",
         check=lambda config: check_dpo_config(config, losses=algos.PREFERENCE_LOSSES),
         classes=lambda: (hybridrl.DPOTrainer, workers.PreferenceWorker),
     )

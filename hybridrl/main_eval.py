@@ -5,7 +5,6 @@ Reads and checks the settings; `hybridrl/evaluation/scoring.py` does the work. N
 
 from hybridrl.driver.entry import start  # isort: split
 
-import sys
 from collections.abc import Sequence
 
 from hybridrl import evaluation
@@ -20,8 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging()
 
     def work() -> int:
-        words = sys.argv[1:] if argv is None else argv
-        config = load_config(EvaluationConfig, words, program=PROGRAM, config_name=PRESET)
+        config = load_config(EvaluationConfig, argv, program=PROGRAM, config_name=PRESET)
         if config is None:
             return 0
         check_evaluation_config(config)

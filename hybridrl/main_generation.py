@@ -5,7 +5,6 @@ Reads and checks the settings; `hybridrl/evaluation/generation.py` does the work
 
 from hybridrl.driver.entry import start  # isort: split
 
-import sys
 from collections.abc import Sequence
 
 from hybridrl import evaluation
@@ -21,8 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging()
 
     def work() -> None:
-        words = sys.argv[1:] if argv is None else argv
-        config = load_config(GenerationConfig, words, program=PROGRAM, config_name=PRESET)
+        config = load_config(GenerationConfig, argv, program=PROGRAM, config_name=PRESET)
         if config is not None:
             engine = rollout.rollout_class(config.rollout.name, setting="rollout.name")
             check_generation_config(config, rollout=engine.capabilities)

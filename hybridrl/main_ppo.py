@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -65,9 +64,8 @@ def main(
     set_up_logging()
     context = RunContext()
     guarded = functools.partial(run_program, context=context, newest_checkpoint=newest_checkpoint)
-    words = sys.argv[1:] if argv is None else argv
     with contextlib.ExitStack() as held:  # the lock of the run's directory
-        load = functools.partial(load_config, PPOConfig, words, program=program, config_name=preset)
+        load = functools.partial(load_config, PPOConfig, argv, program=program, config_name=preset)
         code = guarded(lambda: _prepare(context, held, load, keep_command=argv is None))
         if code or context.config is None:
             return code

@@ -16,12 +16,7 @@ from hybridrl.trainer.supervised.program import run_supervised
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code."""
     return run_supervised(
-        RMConfig,
-        argv,
-        program="python -m hybridrl.main_rm",
-        preset="rm_trainer",
-        check=check_rm_config,
-        classes=lambda: (hybridrl.RMTrainer, workers.RewardTrainingWorker),
+        "rm", RMConfig, argv, check=check_rm_config, classes=lambda: (hybridrl.RMTrainer, workers.RewardTrainingWorker)
     )
 
 

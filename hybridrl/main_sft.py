@@ -16,12 +16,7 @@ from hybridrl.trainer.supervised.program import run_supervised
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code."""
     return run_supervised(
-        SFTConfig,
-        argv,
-        program="python -m hybridrl.main_sft",
-        preset="sft_trainer",
-        check=check_sft_config,
-        classes=lambda: (hybridrl.SFTTrainer, workers.SFTWorker),
+        "sft", SFTConfig, argv, check=check_sft_config, classes=lambda: (hybridrl.SFTTrainer, workers.SFTWorker)
     )
 
 

@@ -37,7 +37,7 @@ SWEEP_REASON = (
 )
 
 
-def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, config_name: str) -> Schema | None:
+def load_config(schema: type[Schema], argv: Sequence[str] | None, *, program: str, config_name: str) -> Schema | None:
     """Return the frozen config described by `argv`; None after `--help`, `--version` and `--cfg job`.
 
     Rules over several settings are checked by `check_config`, not here. A GGUF file as a model is replaced by the
@@ -45,14 +45,14 @@ def load_config(schema: type[Schema], argv: Sequence[str], *, program: str, conf
 
     Args:
         schema: Schema of the program.
-        argv: The arguments, without the program's name.
+        argv: The arguments, without the program's name. None: those of the command line.
         program: The program as the user typed it (`python -m hybridrl.main_ppo`).
         config_name: Preset used without `--config-name`.
 
     Raises:
         ConfigError: One line for every unknown key, wrong type and value out of range.
     """
-    flags, words = _read_flags(argv)
+    flags, words = _read_flags(sys.argv[1:] if argv is None else argv)
     if flags.version:
         sys.stdout.write(f"hybridrl {__version__}\n")
         return None

@@ -15,7 +15,6 @@ import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch
-from hybridrl.single_controller.invocation import Invocation
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.references import OutputRefs
 from hybridrl.single_controller.worker_group import Arguments
@@ -49,16 +48,12 @@ class RanksInTurn(LocalWorkerGroup):
         return list(range(self.world_size)), [True] * self.world_size
 
     def start_calls(
-        self,
-        method: str,
-        ranks: Sequence[int],
-        arguments: Sequence[Arguments],
-        *,
-        invocation: Invocation | None = None,
-        with_num_rows: bool = False,
+        self, method: str, ranks: Sequence[int], arguments: Sequence[Arguments], **options: Any
     ) -> OutputRefs:
-        record = invocation or self.invocations.get(method)
-        call = functools.partial(super().start_calls, method, [0], invocation=invocation, with_num_rows=with_num_rows)
+        def call(given: Sequence[Arguments]) -> OutputRefs:
+            return LocalWorkerGroup.start_calls(self, method, [0], given, **options)
+
+        record = options.get("invocation") or self.invocations.get(method)
         if method in UPDATES:
             return _shared_output(call([_joined(arguments)]), len(ranks))
         if record is None or record.dispatch in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
@@ -70,7 +65,7 @@ class RanksInTurn(LocalWorkerGroup):
             done = call([one])
             outputs += list(done)
             sizes += done.sizes or []
-        return OutputRefs(outputs, ranks=list(ranks), fetch=list, sizes=sizes if with_num_rows else None)
+        return OutputRefs(outputs, ranks=list(ranks), fetch=list, sizes=sizes if options.get("with_num_rows") else None)
 
 
 def _shared_output(done: OutputRefs, number: int) -> OutputRefs:

@@ -1,7 +1,6 @@
 """The program around a `SupervisedTrainer`: read and check settings, start, train, report. Runs in the driver."""
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,21 +26,19 @@ Config = TypeVar("Config", bound=SupervisedConfig)
 
 
 def run_supervised(
+    name: str,
     schema: type[Config],
     argv: Sequence[str] | None,
     *,
-    program: str,
-    preset: str,
     check: Callable[[Config], None],
     classes: Callable[[], tuple[type["SupervisedTrainer"], type]],
 ) -> int:
     """Run the program with these arguments (the command line's by default) and return its exit code.
 
     Args:
+        name: NAME of the program `hybridrl.main_NAME` and of its base preset `NAME_trainer`.
         schema: Schema of the program's settings.
         argv: The arguments.
-        program: The program as the user types it.
-        preset: Name of its base preset.
         check: Raises ConfigError for contradictions in the settings. Plugins are loaded before it runs.
         classes: Returns the driver's trainer and the class of its workers. Called when the settings are known.
     """
@@ -49,7 +46,8 @@ def run_supervised(
     context = RunContext()
 
     def work() -> None:
-        config = load_config(schema, sys.argv[1:] if argv is None else argv, program=program, config_name=preset)
+        program = f"python -m hybridrl.main_{name}"
+        config = load_config(schema, argv, program=program, config_name=f"{name}_trainer")
         if config is not None:
             load_plugins(config)
             check(config)
