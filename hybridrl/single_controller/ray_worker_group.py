@@ -89,13 +89,16 @@ class RayWorkerGroup(WorkerGroup[W]):
                 "detached=True"
             )
         _check_environment(worker_env or {})
+        others = ColocatedClassWithInitArgs(getattr(ray_cls_with_init.cls, "class_dict", {}))
         recipe = ProcessRecipe.on(
             resource_pool,
-            ray_cls_with_init.recipes(role),
+            ray_cls_with_init.recipes(role) | others.recipes(role),
             run=name_prefix or f"job-{uuid.uuid4().hex[:6]}",
             label=role,
             share=share or 1 / resource_pool.max_colocate_count,
-            options=ray_cls_with_init.actor_options | ({"lifetime": "detached"} if detached else {}),
+            options=others.actor_options
+            | ray_cls_with_init.actor_options
+            | ({"lifetime": "detached"} if detached else {}),
             environment=worker_env or {},
         )
         processes = reattach_processes(resource_pool, recipe) if reattach else None
@@ -369,4 +372,18 @@ def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs[Any]]
 
 
 # verl has two kinds of shared processes, which differ in how calls are forwarded; here they are the same.
-create_colocated_worker_cls_fused = create_colocated_worker_raw_cls = create_colocated_worker_cls
+create_colocated_worker_cls_fused = create_colocated_worker_cls
+
+
+class FusedWorker(Worker):
+    """A worker whose process has other workers, each of which is its attribute by role once all are constructed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.fused_worker_dict:
+            return self.fused_worker_dict[name]
+        raise AttributeError(f"{type(self).__name__} has no {name!r}; its process has {sorted(self.fused_worker_dict)}")
+
+
+def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs[Any]]) -> type[FusedWorker]:
+    """Return a base class for a worker that calls these ones in its own process, as in `self.critic.values(batch)`."""
+    return type("FusedWorker", (FusedWorker,), {"class_dict": class_dict})

@@ -10,12 +10,14 @@ from hybridrl.errors import CallTimeout, WorkerLost
 from hybridrl.master.plan.planner import plan_job
 from hybridrl.master.plan.spec import JobSpec, PoolSpec, RoleSpec
 from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.launch import launch
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     create_colocated_worker_cls,
+    create_colocated_worker_raw_cls,
 )
 from tests.support.single_controller.sample_workers import PEERS_SLEEP_S, Adder, Doubler, QuietAdder
 
@@ -153,6 +155,30 @@ def test_colocated_roles_share_a_process_and_keep_their_own_methods(pool):
     assert group.doubler.pid() == groups["doubler"].pid()
     with pytest.raises(ValueError, match="not \\['critic'\\]"):
         group.spawn(["critic"])
+    group.shutdown()
+
+
+ROLES = {"adder": RayClassWithInitArgs(Adder, 1), "doubler": RayClassWithInitArgs(Doubler)}
+
+
+@ray.remote
+class Both(create_colocated_worker_raw_cls(ROLES)):  # type: ignore[misc]
+    @register(Dispatch.ONE_TO_ALL)
+    def add_then_double(self, data: DataProto) -> list[int]:
+        return self.doubler.double(self.adder.add(data)).batch["x"].tolist()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def call_critic(self) -> None:
+        self.critic.values()
+
+
+def test_a_worker_calls_the_other_roles_of_its_process(pool):
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Both), role="both")
+    assert group.add_then_double(batch(3)) == [[2, 4, 6]] * 2
+    group.fuse(ROLES)
+    assert group.doubler.double(batch(2)).batch["x"].tolist() == [0, 2]
+    with pytest.raises(AttributeError, match=r"no 'critic'; its process has \['adder', 'both', 'doubler'\]"):
+        group.call_critic()
     group.shutdown()
 
 
