@@ -151,6 +151,9 @@ def test_tools_are_loaded_from_a_file_and_mistakes_are_rejected(tmp_path: Path, 
     )
     (tmp_path / "tools.py").write_text(tools)
     assert list(load_tools(str(tmp_path / "tools.py"), key="k")) == ["one"]
+    named = tools.replace("@function_tool\n", '@function_tool("first")\n') + "@function_tool()\ndef two(): ...\n"
+    (tmp_path / "named.py").write_text(named)
+    assert list(load_tools(str(tmp_path / "named.py"), key="k")) == ["first", "two"]
     (tmp_path / "none.py").write_text("x = 1\n")
     with pytest.raises(ConfigError, match="no function in it is marked with @function_tool"):
         load_tools(str(tmp_path / "none.py"), key="k")

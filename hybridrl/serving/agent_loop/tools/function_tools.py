@@ -29,10 +29,15 @@ ROW_ARGUMENTS = ("create_kwargs", "execute_kwargs")
 TOOL_TIMEOUT_S = 30.0  # per call; a tool that never returns would block the step
 
 
-def function_tool(function: Callable) -> Callable:
-    """Mark a function, `async` or not, as a tool under its own name."""
-    setattr(function, TOOL_MARKER, True)
-    return function
+def function_tool(function: Callable | str | None = None) -> Callable:
+    """Mark a function, `async` or not, as a tool under its own name, or under another: `@function_tool("name")`."""
+
+    def mark(tool: Callable) -> Callable:
+        setattr(tool, TOOL_MARKER, name or True)
+        return tool
+
+    name = None if callable(function) else function
+    return mark(function) if callable(function) else mark
 
 
 def load_tools(path: str | None, *, key: str) -> dict[str, Callable]:
@@ -47,7 +52,8 @@ def load_tools(path: str | None, *, key: str) -> dict[str, Callable]:
         module = load_module(path)
     except ConfigError as error:
         raise ConfigError(f"{key}={path}: {error}") from error
-    tools = {name: value for name, value in vars(module).items() if getattr(value, TOOL_MARKER, False)}
+    marked = [(name, value, getattr(value, TOOL_MARKER, False)) for name, value in vars(module).items()]
+    tools = {mark if isinstance(mark, str) else name: value for name, value, mark in marked if mark}
     if not tools:
         raise ConfigError(
             f"{key}={path}: no function in it is marked with @function_tool (from hybridrl.serving.agent_loop)"
