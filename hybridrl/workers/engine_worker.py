@@ -248,7 +248,7 @@ class TrainingWorker(EngineWorker):
     def take_snapshot(self) -> Mapping[str, Any]:
         """Return this rank's share of the engine's state.
 
-        Ray stores it before the process's next call. In one process it changes with the engine.
+        Ray stores it before the process's next call. In one process it is no copy: later updates change it.
         """
         return workers.take_engine_state(self.trained_engine, is_copy=False)
 
@@ -267,11 +267,9 @@ def has_nonfinite_loss(stats: dict[str, float]) -> bool:
 
 
 def _with_shared_ratio(total: dict[str, float], prefix: str) -> dict[str, float]:
-    """Replace an engine's token counts by the share that it did not compute.
+    """Replace token counts by the share that the engine did not compute, and routing counts by routing metrics.
 
-    Engines that share prefixes have them.
-
-    And those of an engine that replays routes by their metrics.
+    Engines that share prefixes count tokens; those that replay routes count these.
     """
     if base.ROUTED_TOKENS in total:
         total = workers.routing_metrics(total, prefix)

@@ -138,6 +138,15 @@ def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, ti
         ),
         ({"trainer.partial_rollout": "true", "trainer.lag": 1}, "set trainer.lag=2 or more, not 1"),
         ({"trainer.partial_rollout": "true", "trainer.lag": 2}, "set actor_rollout_ref.rollout.mode=async"),
+        (
+            {
+                "trainer.partial_rollout": "true",
+                "trainer.lag": 2,
+                "trainer.staleness": 1,
+                "trainer.stale_tokens": "wait",
+            },
+            "trainer.staleness=2 or more, or none, not 1",
+        ),
         ({"trainer.staleness": 3, "trainer.lag": 1}, "trainer.staleness=3: no token gets older than trainer.lag=1"),
         ({"trainer.staleness": 0, "trainer.lag": 1, "trainer.stale_tokens": "drop"}, "all of them would be dropped"),
         ({"actor_rollout_ref.rollout.n_gpus_per_node": 1}, "trainer.backend=local has one process only"),

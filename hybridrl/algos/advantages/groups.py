@@ -29,7 +29,7 @@ def grpo(
         A_i = (R_i - mean_g) / (std_g + 1e-6)
 
     std_g is unbiased. `norm_by_std=False`: A_i = R_i - mean_g (Dr. GRPO, arXiv:2503.20783). A group of one has mean 0
-    and std 1, as in verl.
+    and std 1, as in verl; so has the only response of a group whose others failed.
     """
     group = group_statistics(scores_B, lengths_B, group_B)
     centred_B = scores_B - group.mean_B

@@ -93,17 +93,18 @@ def ahead_problems(config: PPOConfig) -> Problems:
             "the rollout its own pool with actor_rollout_ref.rollout.n_gpus_per_node, or test it with "
             "trainer.backend=local"
         )
-    if trainer.partial_rollout and trainer.lag < 2:
+    bound = trainer.staleness
+    ahead = trainer.lag if bound is None or trainer.stale_tokens == "drop" else min(trainer.lag, bound)
+    if trainer.partial_rollout and ahead < 2:
         yield (
-            "trainer.partial_rollout=true: needs at least two versions of the weights; set trainer.lag=2 or "
-            f"more, not {trainer.lag}"
+            "trainer.partial_rollout=true: needs at least two versions of the weights; set trainer.lag=2 or more, not "
+            f"{trainer.lag}, and trainer.staleness=2 or more, or none, not {bound}"
         )
     if trainer.partial_rollout and rollout.mode == "sync":
         yield (
             "trainer.partial_rollout=true: actor_rollout_ref.rollout.mode=sync generates each batch in one call, which "
             "cannot wait for new weights; set actor_rollout_ref.rollout.mode=async"
         )
-    bound = trainer.staleness
     if trainer.replay.groups and (bound is None or bound <= trainer.lag):
         yield (
             f"trainer.replay.groups={trainer.replay.groups}: limit the age of replayed samples with "

@@ -35,10 +35,9 @@ TEXTS = (
     "The capital of France is",
     "Tom has 5 apples and eats 2,",
     "Water boils at",
-    "1, 2, 4, 8,",
 )
 MAX_PROMPT, MAX_NEW = 16, 16  # tokens of a prompt and of its response
-# Mean difference of the log-probs of about 128 tokens. float32 engines differ by 4e-6 (docs/figures.md), on CUDA more:
+# Mean difference of the log-probs of about 100 tokens. float32 engines differ by 4e-6 (docs/figures.md), on CUDA more:
 # attention may compute in TF32. In bfloat16 SmolLM2-135M has 0.02 to 0.06, with 4-bit weights most; any 16 of those
 # tokens have up to 0.09, so few tokens would not do. gpt-oss has 0.02 with right kernels, and 0.08 to 0.14 without its
 # sinks (github.com/radixark/miles issue 1500).

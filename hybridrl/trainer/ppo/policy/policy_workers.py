@@ -1,4 +1,4 @@
-"""`PolicyWorkers`: the worker groups of the policy, and whether its rollout sleeps. And its image processor.
+"""`PolicyWorkers`: the worker groups of the policy, its image processor, and whether its rollout sleeps.
 
 Actor and rollout are placed in one of two ways:
 

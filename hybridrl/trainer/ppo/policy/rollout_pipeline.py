@@ -3,7 +3,7 @@
 `RayPPOTrainer` uses a `RolloutPipeline` in the driver. A `Generator` starts each generation and lets the rollout
 receive each push, in submission order: a response gets the weights of the last push before it. So the pipeline needs no
 thread and no lock. In step t the driver submits batch t + lag, trains on batch t, and pushes the new weights t. The
-rollout therefore generates batch t + lag with weights t - 1 exactly, `lag` versions older than those it will train. The
+rollout therefore generates batch t + lag with weights t - 1. They are `lag` versions old when it is trained on. The
 slower of rollout and trainer makes the other one wait, so a sample is never older than `lag`. With lag 0 the run is
 synchronous.
 
