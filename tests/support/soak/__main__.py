@@ -44,6 +44,11 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
     "RAY_LOG_MONITOR_MAX_OPEN_FILES": "20",  # by default 200, which a soak of an hour does not reach
+    # Freed memory goes back to the kernel, so that what grows is in use. glibc raises its thresholds of 128 KiB by
+    # itself otherwise, workers switch them off, and what a process holds is then the most that it ever needed.
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_ARENA_MAX": "1",
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.soak.sampling import Usage, worker_roles
-from tests.support.soak.slope import Slope, fit_slope, median_step_s, steps_per_second
+from tests.support.soak.slope import SECONDS_PER_HOUR, Slope, fit_slope, median_step_s, steps_per_second
 
 MIB = 1024**2
 TENTH = 0.1
@@ -16,6 +16,8 @@ WARM_UP_S = 60.0  # of every process at least, in which it loads its model
 MAX_WARM_UP = 0.1  # of the soak: the limit of the above
 WARM_UP_SHARE = 0.5  # of a process's life at least: its caches fill and level off, whereas a leak goes on
 WARM_UP_STEPS = 10  # of the run, which completes none while a process imports
+JUMP = 2.0  # open files or threads that come once, such as a thread for Ray's next connection, are no growth
+JUMP_SLOPE = 1.5  # the steepest slope of one jump of height 1, half-way through a time of length 1
 MIN_SHARE = 0.1  # of the soak: a kind of process that was seen for less has no verdict
 SLOWER = 1.25  # CPU time of a step in the last tenth, relative to the first: more is a verdict of its own
 WORKER = "worker"
@@ -64,7 +66,10 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        return self.slope.verdict(self.bound) if self.slope else "too short"
+        if self.slope is None:
+            return "too short"
+        of_a_jump = 0.0 if self.unit else JUMP_SLOPE * JUMP / self.slope.seconds * SECONDS_PER_HOUR
+        return self.slope.verdict(max(self.bound, of_a_jump))
 
     def line(self) -> str:
         name = f"{self.quantity}, {self.unit}" if self.unit else self.quantity

@@ -152,6 +152,16 @@ def test_caches_that_fill_and_level_off_are_no_growth_and_a_leak_behind_them_is(
         assert sorted(make_report(RESULT, samples).problems) == sorted(problems)
 
 
+@pytest.mark.parametrize(("height", "every_s", "problems"), [(2, 9999, []), (3, 600, ["GROWS: threads of raylet"])])
+def test_two_threads_that_come_once_are_no_growth_and_more_and_more_are(height, every_s, problems):
+    samples = samples_of(0.0)
+    for sample in samples:
+        worker, raylet = sample["usages"]
+        jumps = int(sample["at"] > 2700) if every_s > 3600 else sample["at"] // every_s
+        sample["usages"] = [worker, replace(raylet, threads=int(raylet.threads + height * jumps))]
+    assert make_report(RESULT, samples).problems == problems
+
+
 def test_what_is_measured_before_the_first_step_does_not_count():
     samples = samples_of(0.0)
     for sample in samples[:60]:
