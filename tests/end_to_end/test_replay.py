@@ -8,6 +8,7 @@ import pytest
 
 from hybridrl import cli, main_ppo
 from hybridrl.algos.policy_losses import POLICY_LOSSES
+from hybridrl.errors import StorageError
 from hybridrl.trainer.checkpoint.store import CheckpointStore
 from tests.support.end_to_end.runs import settings, train, write_prompts
 
@@ -94,6 +95,16 @@ def test_the_stage_with_the_first_nan_is_named(one_rank, capsys):
     assert "update_actor: rank 0, micro-batch 1 of 1: actor/pg_loss is nan" in report
     assert "the first NaN is written by update_actor" in report
     assert "old_log_prob" not in report
+
+
+def test_a_commit_that_fails_after_the_end_of_its_step_keeps_nothing(tmp_path, tiny_qwen2, monkeypatch, caplog, capsys):
+    def fail(store: CheckpointStore, step: int, *_: object, **__: object) -> str:
+        raise StorageError("the disk is gone")
+
+    monkeypatch.setattr(CheckpointStore, "commit", fail)
+    run = spoilt(tmp_path / "run", trainer__record_steps="[refused]", trainer__save_freq=2)
+    assert main_ppo.main(settings(tmp_path, tiny_qwen2, **run, trainer__total_training_steps=2)) == 1
+    assert "the disk is gone" in capsys.readouterr().err and "is not kept" not in caplog.text
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -119,9 +120,15 @@ class ManifestWriter:
 
     def finish_within(self, timeout_s: float | None) -> None:
         """Finish the commit; raises StorageError after `timeout_s`, and the commit then never appears."""
-        _thread.start_new_thread(self._run, ())
         begin_timeout_s = BEGIN_TIMEOUT_S if timeout_s is None else min(BEGIN_TIMEOUT_S, timeout_s)
-        has_begun = self._begun.wait(begin_timeout_s)
+        report = sys.unraisablehook
+        # If the new thread finds no memory, the error below says so, not Python.
+        sys.unraisablehook = lambda failed: None if failed.object == self._run else report(failed)
+        try:
+            _thread.start_new_thread(self._run, ())
+            has_begun = self._begun.wait(begin_timeout_s)
+        finally:
+            sys.unraisablehook = report
         if has_begun:
             self._ended.wait(timeout_s)
         with self._lock:

@@ -140,7 +140,7 @@ class StepRecorder:
     def keep(self, ctx: Any, why: list[str]) -> None:
         """Write the step, for these reasons; without one, do nothing."""
         step = self._step
-        if not why or step in self._store.steps():
+        if not why or step < 0 or step in self._store.steps():  # it has ended
             return
         reason = self._obstacle()
         if reason is None:

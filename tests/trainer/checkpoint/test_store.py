@@ -1,15 +1,15 @@
 """Checkpoints on storage: what is committed, which ones stay, and which one a run resumes from."""
 
-import _thread
 import json
 import os
+import sys
 
 import pytest
 
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError, StorageError
 from hybridrl.trainer.checkpoint.reading import find_resume_checkpoint, verify_manifest
-from hybridrl.trainer.checkpoint.store import CheckpointStore, check_engine_state
+from hybridrl.trainer.checkpoint.store import CheckpointStore, ManifestWriter, check_engine_state
 
 
 def write(content: str = "weights"):
@@ -44,12 +44,17 @@ def test_a_step_that_is_committed_is_not_replaced(tmp_path):
     assert verify_manifest(store.path(3)) == 3 and (tmp_path / "global_step_3/actor/.metadata").read_text() == "weights"
 
 
-def test_a_commit_whose_thread_ends_at_its_birth_fails_in_time(tmp_path, monkeypatch):
+def test_a_commit_whose_thread_ends_at_its_birth_fails_in_time_and_in_our_words(tmp_path, monkeypatch, capfd):
+    def no_memory(writer: ManifestWriter) -> None:  # for its first frame
+        raise MemoryError
+
     store = store_with(tmp_path, 1)
-    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)  # as without memory for its first frame
+    monkeypatch.setattr(ManifestWriter, "_run", no_memory)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
     with pytest.raises(StorageError, match=r"did not begin in 0.1 s; this process may have no memory left"):
         store.commit(2, write(), finish_timeout_s=0.1)
     assert store.steps() == [1]
+    assert sys.unraisablehook is sys.__unraisablehook__ and "MemoryError" not in capfd.readouterr().err
 
 
 def test_a_failed_write_leaves_no_commit(tmp_path):
