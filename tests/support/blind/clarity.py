@@ -9,7 +9,8 @@ NOISE = re.compile(
     r"^Traceback \(most|^Exception ignored|^Fatal Python error|^terminate called|^\[[^]]+ [EFC] \d+ \d+\]"
 )
 WAY_OUT = re.compile(
-    r"\b(again|resumes?|restart|raise|lower|set|free|correct|choose|unset|shows|logs are in|the next run starts)\b"
+    r"\b(again|resumes?|restart|raise|lower|set|free|correct|choose|unset|shows|logs are in|the next run starts)\b",
+    re.IGNORECASE,
 )
 MISTAKE = 2  # exit code of a mistake in the command, whose error has no prefix
 

@@ -137,6 +137,7 @@ CORE = "[2026-11-22 16:15:37,800 E 5 153] rpc_client.h:204: Failed to connect to
         ([LOST, SAVED, SPENT], 137, ""),
         ([SPENT], 137, ""),
         (["trainer.lag=-1: set it to 0 or more"], 2, ""),
+        (["no node can hold 1 process. Lower trainer.nnodes, or add nodes"], 2, ""),
         ([LOST, LOST], 1, "2 errors"),
         ([LOST, "shutting down"], 1, "the error is not the end"),
         (["error: it failed"], 1, "no way out"),
