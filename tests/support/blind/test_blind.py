@@ -15,7 +15,8 @@ from tests.support.blind.stage import Outcome
 
 FIRST_SEED = 1
 CALM = "step 16, 0123456789abcdef"
-ENDED, RESUMED = Outcome(code=0), Outcome(code=1, last_line="error: worker actor-0 was lost")
+HIT = ["1 s: kill worker"]
+ENDED, RESUMED = Outcome(code=0, hits=HIT), Outcome(code=1, hits=HIT, last_line="error: worker actor-0 was lost")
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +92,15 @@ def test_processes_are_known_by_their_place_and_their_command():
         (ENDED, None, CALM, "equal"),
         (RESUMED, ENDED, CALM, "resumed equal"),
         (ENDED, None, "step 16, fedcba9876543210", "DIFFERENT"),
-        (Outcome(code=0, left=["7 T ray::IDLE"]), None, CALM, "LEFT"),
-        (Outcome(code=0, shared_memory=["plasma"]), None, CALM, "LEFT in /dev/shm"),
-        (Outcome(code=1, has_traceback=True), ENDED, CALM, "TRACEBACK"),
-        (Outcome(code=1, unclear="no error"), ENDED, CALM, "UNCLEAR"),
+        (Outcome(code=0, left=["7 T ray::IDLE"], hits=HIT), None, CALM, "LEFT"),
+        (Outcome(code=0, shared_memory=["plasma"], hits=HIT), None, CALM, "LEFT in /dev/shm"),
+        (Outcome(code=1, has_traceback=True, hits=HIT), ENDED, CALM, "TRACEBACK"),
+        (Outcome(code=1, unclear="no error", hits=HIT), ENDED, CALM, "UNCLEAR"),
         (RESUMED, RESUMED, CALM, "NOT RESUMED"),
         (RESUMED, Outcome(code=None, last_line="step 3/16"), CALM, "NOT RESUMED"),
-        (Outcome(code=None, hanging=["7 S driver"], hits=["1 s: kill worker"]), None, CALM, "HANGS"),
+        (Outcome(code=None, hanging=["7 S driver"], hits=HIT), None, CALM, "HANGS"),
         (Outcome(code=None, hanging=["7 S driver"]), None, CALM, "NOT JUDGED"),
+        (Outcome(code=0), None, CALM, "NOT JUDGED"),
     ],
 )
 def test_what_is_not_clean_is_called_so(first, again, end, verdict):
