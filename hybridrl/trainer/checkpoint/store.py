@@ -121,9 +121,8 @@ class ManifestWriter:
     def finish_within(self, timeout_s: float | None) -> None:
         """Finish the commit; raises StorageError after `timeout_s`, and the commit then never appears."""
         begin_timeout_s = BEGIN_TIMEOUT_S if timeout_s is None else min(BEGIN_TIMEOUT_S, timeout_s)
-        report = sys.unraisablehook
-        # If the new thread finds no memory, the error below says so, not Python.
-        sys.unraisablehook = lambda failed: None if failed.object == self._run else report(failed)
+        # If the new thread finds no memory, the error below says so, not Python. It has none for a Python hook, either.
+        report, sys.unraisablehook = sys.unraisablehook, callable
         try:
             _thread.start_new_thread(self._run, ())
             has_begun = self._begun.wait(begin_timeout_s)
