@@ -68,7 +68,8 @@ class Row:
     def verdict(self) -> str:
         if self.slope is None:
             return "too short"
-        of_a_jump = 0.0 if self.unit else JUMP_SLOPE * JUMP / self.slope.seconds * SECONDS_PER_HOUR
+        jumps = self.quantity in ("open files", "threads")
+        of_a_jump = JUMP_SLOPE * JUMP / self.slope.seconds * SECONDS_PER_HOUR if jumps else 0.0
         return self.slope.verdict(max(self.bound, of_a_jump))
 
     def line(self) -> str:

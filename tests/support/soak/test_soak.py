@@ -162,6 +162,14 @@ def test_two_threads_that_come_once_are_no_growth_and_more_and_more_are(height, 
     assert make_report(RESULT, samples).problems == problems
 
 
+def test_a_process_that_comes_and_stays_is_growth():
+    samples = samples_of(0.0)
+    for sample in samples:
+        more = [Usage("ray", 1000 + i, 0, MIB, 0, 1, 1, 0.0) for i in range(int(sample["at"] // 1000))]
+        sample["usages"] = [*sample["usages"], *more]
+    assert "GROWS: processes of all processes" in make_report(RESULT, samples).problems
+
+
 def test_what_is_measured_before_the_first_step_does_not_count():
     samples = samples_of(0.0)
     for sample in samples[:60]:
