@@ -145,7 +145,7 @@ def test_importance_weights_are_one_where_trainer_and_rollout_agree(tmp_path, ti
                 "trainer.staleness": 1,
                 "trainer.stale_tokens": "wait",
             },
-            "trainer.staleness=2 or more, or none, not 1",
+            "set trainer.staleness=2 or more, not 1",
         ),
         ({"trainer.staleness": 3, "trainer.lag": 1}, "trainer.staleness=3: no token gets older than trainer.lag=1"),
         ({"trainer.staleness": 0, "trainer.lag": 1, "trainer.stale_tokens": "drop"}, "all of them would be dropped"),

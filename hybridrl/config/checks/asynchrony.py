@@ -96,10 +96,8 @@ def ahead_problems(config: PPOConfig) -> Problems:
     bound = trainer.staleness
     ahead = trainer.lag if bound is None or trainer.stale_tokens == "drop" else min(trainer.lag, bound)
     if trainer.partial_rollout and ahead < 2:
-        yield (
-            "trainer.partial_rollout=true: needs at least two versions of the weights; set trainer.lag=2 or more, not "
-            f"{trainer.lag}, and trainer.staleness=2 or more, or none, not {bound}"
-        )
+        name, value = ("lag", trainer.lag) if trainer.lag < 2 else ("staleness", bound)
+        yield f"trainer.partial_rollout=true: needs two weight versions; set trainer.{name}=2 or more, not {value}"
     if trainer.partial_rollout and rollout.mode == "sync":
         yield (
             "trainer.partial_rollout=true: actor_rollout_ref.rollout.mode=sync generates each batch in one call, which "
