@@ -376,7 +376,10 @@ create_colocated_worker_cls_fused = create_colocated_worker_cls
 
 
 class FusedWorker(Worker):
-    """A worker whose process has other workers, each of which is its attribute by role once all are constructed."""
+    """A worker that has the other workers of its process as attributes, by role.
+
+    They are there when all of them are constructed.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name in self.fused_worker_dict:

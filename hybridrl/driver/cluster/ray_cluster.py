@@ -168,12 +168,12 @@ def start_cluster(*, code_paths: Sequence[str] = (), **limits: Any) -> str:
 
 
 def import_ray() -> ModuleType:
-    """Return Ray's module, imported such that it never takes this process's raylet for lost.
+    """Import Ray so that it never takes the raylet of this process for lost, and return the module.
 
-    In a child of process 1, as in a container, a call of its library that meets a lost raylet ends the process with
-    code 1 and without a word: also `ray.shutdown` after a successful run. `ClusterWatch` reports the loss instead. The
-    library asks whether the process `RAYLET_PID` runs, which it reads when Ray is first imported. Raylets set it for
-    their workers.
+    In a child of process 1, as in a container, Ray's library ends the process with code 1 and without a message when
+    one of its calls meets a lost raylet. `ray.shutdown` after a successful run is such a call. `ClusterWatch` reports
+    the loss instead. The library looks for the process that the variable `RAYLET_PID` names, and reads the variable at
+    its first import. Raylets set it for their workers.
     """
     if "ray" not in sys.modules:
         os.environ[RAYLET_PID] = str(os.getpid())

@@ -1,4 +1,4 @@
-"""The job of a Python file: what its `build()` returns, or the job or builder that it has at its top level.
+"""The job of a Python file: from its `build()`, or from its top level.
 
 The file is executed as by `python FILE`, without its `if __name__ == "__main__":` block, and without the arguments of
 the command line.
@@ -63,7 +63,10 @@ def _named(module: ModuleType, name: str, found: dict[str, Any]) -> Job:
 
 
 def _complete(value: Any, *, alone: bool) -> Job | None:
-    """Return the job, or None for a builder that is not complete yet: others may be derived from it."""
+    """Return the job, or None for a builder that is not complete.
+
+    Others may be derived from it.
+    """
     try:
         return _job(value)
     except ConfigError:

@@ -42,7 +42,10 @@ def job_of_spec(data: Mapping[str, Any]) -> Job:
 
 
 def _part(data: Any, kind: type, where: str) -> dict[str, Any]:
-    """Return the fields of one role, pool, edge or trainer, with a resource and a list where they may be left out."""
+    """Return the fields of one role, pool, edge or trainer.
+
+    A resource and a list that may be left out are there.
+    """
     check_type(data, (dict,), "", where)
     _check_fields(data, kind, where)
     if kind in (RoleSpec, TrainerSpec):

@@ -39,7 +39,7 @@ SIGNATURE_BYTES = 32
 
 
 class SignedStore(dist.PrefixStore):
-    """A store of signed messages: who does not know the secret cannot write one.
+    """A store whose messages are signed with a secret.
 
     torch's store shows its keys and values to whoever reaches the port.
     """
