@@ -1,7 +1,7 @@
 """Settings of the training engine that a config chooses, for each role.
 
-A built-in engine has a section of the schema. An engine of the user's has `actor_rollout_ref.actor.engine_config`,
-which the dataclass `Config` of the engine's class validates. Driver and workers call this module.
+A built-in engine has a section of the schema. An engine of the user's has `engine_config` (of the actor, or of a
+supervised program), which the dataclass `Config` of the engine's class validates. Driver and workers call this module.
 """
 
 import math
@@ -28,14 +28,16 @@ def engine_settings(actor: ActorConfig) -> EngineSettings:
     Raises:
         ConfigError: The engine cannot be imported, or its settings are wrong.
     """
-    if actor.strategy in SECTIONS:
-        return getattr(actor, SECTIONS[actor.strategy])
-    return _own_settings(actor.strategy, actor.engine_config, key=ACTOR)
+    return _chosen_settings(actor, prefix=f"{ACTOR}.")
 
 
 def supervised_engine_settings(config: SupervisedConfig) -> EngineSettings:
-    """Return the settings of the engine of a program that trains one model on fixed data."""
-    return getattr(config, SECTIONS[config.strategy])
+    """Return the settings of the engine of a program that trains one model on fixed data.
+
+    Raises:
+        ConfigError: The engine cannot be imported, or its settings are wrong.
+    """
+    return _chosen_settings(config, prefix="")
 
 
 def ref_engine_settings(config: PPOConfig) -> EngineSettings:
@@ -50,7 +52,7 @@ def critic_engine_settings(config: PPOConfig) -> EngineSettings:
     settings = (
         engine_settings(actor)
         if actor.strategy in SECTIONS
-        else _own_settings(critic.strategy, {**actor.engine_config, **critic.engine_config}, key=CRITIC)
+        else _own_settings(critic.strategy, {**actor.engine_config, **critic.engine_config}, prefix=f"{CRITIC}.")
     )
     offload = critic.fsdp_config
     return settings.with_offload(params=offload.param_offload, optimizer=offload.optimizer_offload)
@@ -78,7 +80,13 @@ def single_process_layout(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfi
     return replace(policy, actor=replace(actor, **changed))
 
 
-def _own_settings(strategy: str, values: Mapping[str, Any], *, key: str) -> EngineSettings:
+def _chosen_settings(chosen: ActorConfig | SupervisedConfig, *, prefix: str) -> EngineSettings:
+    if chosen.strategy in SECTIONS:
+        return getattr(chosen, SECTIONS[chosen.strategy])
+    return _own_settings(chosen.strategy, chosen.engine_config, prefix=prefix)
+
+
+def _own_settings(strategy: str, values: Mapping[str, Any], *, prefix: str) -> EngineSettings:
     """Return `engine_config` as the dataclass that the engine's class declares."""
-    schema = getattr(ENGINES.lookup(strategy, setting=f"{key}.strategy"), "Config", EngineSettings)
-    return from_section(schema, values, key=f"{key}.engine_config")
+    schema = getattr(ENGINES.lookup(strategy, setting=f"{prefix}strategy"), "Config", EngineSettings)
+    return from_section(schema, values, key=f"{prefix}engine_config")

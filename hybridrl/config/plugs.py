@@ -18,7 +18,7 @@ ENGINES: Registry[Any] = Registry(
     "actor_rollout_ref.actor.strategy",
     kind="training engine",
     builtins={"fsdp": _FSDP, "fsdp2": _FSDP, "megatron": "hybridrl.workers.engine.megatron.engine:MegatronEngine"},
-    plugins="actor_rollout_ref.model.external_lib",
+    plugins="[actor_rollout_ref.]model.external_lib",
 )
 """Training engines: classes with the methods of `hybridrl.workers.engine.Engine`."""
 

@@ -6,8 +6,10 @@ from importlib.util import find_spec
 import pytest
 
 from hybridrl.config import PPOConfig, check_config, from_dict
+from hybridrl.config.checks.engines import supervised_engine_problems
 from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings, single_process_layout
 from hybridrl.config.plugs import ENGINES, REWARD_MANAGERS, TRACKERS
+from hybridrl.config.schema.sft import SFTConfig
 from hybridrl.errors import ConfigError
 from tests.config.checks.test_rules import NAMES, ROLLOUTS
 
@@ -98,6 +100,22 @@ def test_engine_config_is_checked_by_the_dataclass_of_the_engine(mine):
         ({"shard": 2}, "actor_rollout_ref.actor.engine_config.shard: there is no such key; did you mean shards?"),
     ):
         assert words in problems(config_of(mine, engine_config=values)), words
+
+
+def test_engine_config_of_a_supervised_program_is_checked_too(mine):
+    def found(**values):
+        return "\n".join(supervised_engine_problems(from_dict(SFTConfig, values)))
+
+    with pytest.raises(ConfigError, match=r"strategy=mine: 'mine' is not a known training engine.*model\.external_lib"):
+        found(strategy="mine")
+    assert "engine_config={shards:2}: has no effect with strategy=fsdp" in found(engine_config={"shards": 2})
+    assert "engine_config.shard: there is no such key; did you mean shards?" in found(
+        strategy=mine, engine_config={"shard": 2}
+    )
+    two = {"strategy": mine, "engine_config": {"shards": 2}}
+    assert "shares a model between 2 processes, which does not divide the 1 processes" in found(**two)
+    assert "model.lora_rank=8" in found(strategy=mine, model={"lora_rank": 8})
+    assert not found(**two, trainer={"n_gpus_per_node": 2})
 
 
 def test_the_critic_has_the_actors_engine_config_but_for_its_own(mine):

@@ -71,6 +71,14 @@ def test_the_loss_falls_and_a_resumed_run_ends_the_same(tmp_path, tiny_qwen2):
     assert largest_difference(exported(tmp_path / "whole", 6), exported(tmp_path / "parts", 6)) == 0
 
 
+def test_an_engine_of_the_users_ends_as_fsdp(tmp_path, tiny_qwen2, capsys):
+    toy = f"{Path(__file__).parents[1] / 'support' / 'third_party' / 'toy_engine.py'}:ToyEngine"
+    rows = run(tmp_path / "toy", tiny_qwen2, strategy=toy, engine_config="{foreach:true}", trainer__save_freq=6)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    run(tmp_path / "fsdp", tiny_qwen2, trainer__save_freq=6)
+    assert largest_difference(exported(tmp_path / "toy", 6), exported(tmp_path / "fsdp", 6)) < 1e-4
+
+
 def test_the_sft_split_of_hh_rlhf_can_be_trained_on(tmp_path, tiny_qwen2):
     raw = Path(__file__).parents[1] / "data" / "raw"
     assert full_hh_rlhf.main(["--split", "sft", "--local_dir", str(tmp_path), "--data_source", str(raw)]) == 0

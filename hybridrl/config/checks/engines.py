@@ -10,7 +10,12 @@ from dataclasses import fields
 
 from hybridrl.config import checks
 from hybridrl.config.build import Problems, idle_problems
-from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings
+from hybridrl.config.engines import (
+    SECTIONS,
+    critic_engine_settings,
+    engine_settings,
+    supervised_engine_settings,
+)
 from hybridrl.config.introspection import value_at
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
@@ -48,14 +53,22 @@ def engine_problems(config: PPOConfig) -> Problems:
 
 def supervised_engine_problems(config: SupervisedConfig) -> Problems:
     """Yield problems of the engine of a program that trains one model on fixed data."""
-    used = SECTIONS[config.strategy]
-    idle = [section for section in SECTIONS.values() if section != used]
+    used = SECTIONS.get(config.strategy)
+    idle = [section for section in SECTIONS.values() if section != used] + ["engine_config"] * (used is not None)
     yield from idle_problems(config, *idle, why=f"with strategy={config.strategy}; leave it out")
     if used == "megatron":
         yield from checks.megatron.supervised_problems(config)
+    size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if used == "fsdp_config":
-        size = config.trainer.nnodes * config.trainer.n_gpus_per_node
         yield from sequence_parallel_problems(config.fsdp_config, world_size=size, models={config.model.path}, key=used)
+    try:
+        settings = supervised_engine_settings(config)
+    except ConfigError as error:
+        yield str(error)
+    else:
+        chosen = f"strategy={config.strategy}"
+        yield from _model_problems(config.model, settings, key="model", chosen=chosen)
+        yield from _size_problems(config.strategy, settings, size=size, chosen=chosen)
 
 
 def sequence_parallel_problems(
@@ -122,27 +135,42 @@ def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
     policy, size = config.actor_rollout_ref, config.trainer.nnodes * config.trainer.n_gpus_per_node
     chosen = f"actor_rollout_ref.actor.strategy={policy.actor.strategy}"
     own = {field.name for field in fields(settings)}
-    if policy.model.uses_lora and not settings.supports_lora:
-        adapter = policy.model.lora_adapter_path
-        what = f"lora_rank={policy.model.lora_rank}" if adapter is None else f"lora_adapter_path={adapter}"
-        yield (
-            f"actor_rollout_ref.model.{what}: {chosen} does not train adapters; set "
-            "actor_rollout_ref.actor.strategy=fsdp or megatron, or leave it out"
-        )
+    yield from _model_problems(policy.model, settings, key="actor_rollout_ref.model", chosen=chosen)
+    yield from _size_problems(policy.actor.strategy, settings, size=size, chosen=chosen)
     if policy.actor.use_prefix_grouper and not settings.supports_shared_prefixes:
         yield (
             f"actor_rollout_ref.actor.use_prefix_grouper=true: {chosen} computes every row alone; set "
             "actor_rollout_ref.actor.strategy=fsdp or megatron, or leave it out"
         )
-    if policy.actor.strategy not in SECTIONS and size % settings.model_parallel_size:
-        yield (
-            f"{chosen}: shares a model between {settings.model_parallel_size} processes, which does not divide the "
-            f"{size} processes (trainer.nnodes * trainer.n_gpus_per_node); change one of them"
-        )
     for key, flags in (("critic", config.critic.fsdp_config), ("actor_rollout_ref.ref", policy.ref.fsdp_config)):
         for field in fields(flags):
             if getattr(flags, field.name) and field.name not in own:
                 yield f"{key}.fsdp_config.{field.name}=true: the engine of {chosen} has no offload; leave it out"
+
+
+def _model_problems(model: ModelConfig, settings: EngineSettings, *, key: str, chosen: str) -> Problems:
+    """Yield adapters that the engine does not train.
+
+    Args:
+        model: Settings of the model.
+        settings: Of the engine.
+        key: The model's section.
+        chosen: The setting that names the engine.
+    """
+    if model.uses_lora and not settings.supports_lora:
+        adapter = model.lora_adapter_path
+        what = f"lora_rank={model.lora_rank}" if adapter is None else f"lora_adapter_path={adapter}"
+        strategy = chosen.partition("=")[0]
+        yield f"{key}.{what}: {chosen} does not train adapters; set {strategy}=fsdp or megatron, or leave it out"
+
+
+def _size_problems(strategy: str, settings: EngineSettings, *, size: int, chosen: str) -> Problems:
+    """Yield a number of processes that an engine of the user's cannot share a model between."""
+    if strategy not in SECTIONS and size % settings.model_parallel_size:
+        yield (
+            f"{chosen}: shares a model between {settings.model_parallel_size} processes, which does not divide the "
+            f"{size} processes (trainer.nnodes * trainer.n_gpus_per_node); change one of them"
+        )
 
 
 def critic_engine_problems(config: PPOConfig, *, used: bool) -> Problems:

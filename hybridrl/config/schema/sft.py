@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config.fields import MAX_SEED, section, setting
+from hybridrl.config.fields import MAX_SEED, plug, section, setting
+from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.data import FILES, ImageDataConfig
 from hybridrl.config.schema.engine import DYNAMIC, MICRO
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.config.schema.workers import FREEZE, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
+from hybridrl.config.schema.workers import FREEZE, OWN_ENGINE, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ class SupervisedConfig:
     data: SupervisedDataConfig = section(SupervisedDataConfig, "Rows.")
     model: ModelConfig = section(ModelConfig, "The model.")
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning-rate schedule.")
-    strategy: str = setting("fsdp", "Training engine.", choices=("fsdp", "fsdp2", "megatron"))
+    strategy: str = plug("fsdp", "Training engine.", ENGINES)
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")
+    engine_config: dict = setting({}, OWN_ENGINE, free=True)
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
     freeze_vision_tower: bool = setting(False, FREEZE)
     trainer: TrainerConfig = section(TrainerConfig, "The loop, its machines, checkpoints and logs.")

@@ -12,6 +12,7 @@ from hybridrl.config.plugs import ENGINES, REWARD_MANAGERS
 from hybridrl.config.schema.engine import BUDGET, DYNAMIC, MICRO, EngineSettings
 from hybridrl.config.schema.rollout import RolloutConfig
 
+OWN_ENGINE = "Settings of an engine of your own (strategy is an import path); its `Config` validates them."
 MCORE = "Takes effect with strategy=megatron only."
 KL_KINDS = tuple(kind + suffix for suffix in ("", "+") for kind in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
 FREEZE = "Do not train the part of the model that computes images, its projection to the text's states included."
@@ -236,9 +237,7 @@ class ActorConfig:
     router_replay: RouterReplayConfig = section(RouterReplayConfig, "Replay of the experts' choice.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "FSDP2 engine.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-core engine.")
-    engine_config: dict = setting(
-        {}, "Settings of an engine of your own (strategy is an import path); its `Config` validates them.", free=True
-    )
+    engine_config: dict = setting({}, OWN_ENGINE, free=True)
 
 
 @dataclass(frozen=True)

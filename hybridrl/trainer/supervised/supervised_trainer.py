@@ -14,6 +14,7 @@ from hybridrl.config import SupervisedConfig
 from hybridrl.config.engines import supervised_engine_settings
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.driver.run_context import RunContext
+from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer.data.prompt_loader import PromptLoader
@@ -75,6 +76,10 @@ class SupervisedTrainer(Trainer):
         data, trainer = config.data, config.trainer
         freezes = "freeze_vision_tower" if config.freeze_vision_tower else None
         self.processor = load_processor(config.model, tokenizer, data, freezes=freezes)
+        if self.processor is not None and not supervised_engine_settings(config).supports_images:
+            raise ConfigError(
+                f"strategy={config.strategy}: the engine reads no images, {config.model.path} does; set fsdp"
+            )
         train = self.load_dataset(config, data.train_files, tokenizer, max_samples=data.train_max_samples)
         super().__init__(
             config,
