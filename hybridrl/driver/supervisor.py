@@ -97,6 +97,11 @@ class _Driver:
     new_job_reason: str | None = None
     is_killed: bool = False  # by the supervisor
 
+    @property
+    def ends_program(self) -> bool:
+        """Whether the driver has reported how the program ends. It has said why."""
+        return self.exit_code is not None and self.new_job_reason is None
+
 
 class _Supervisor:
     def __init__(
@@ -184,7 +189,8 @@ class _Supervisor:
                 self._kill(driver, clock.describe("the driver", driver.pid))
 
     def _kill(self, driver: _Driver, why: str) -> None:
-        logger.warning(why)
+        if not driver.ends_program:
+            logger.warning(why)
         os.kill(driver.pid, signal.SIGKILL)
         driver.is_killed = True
 
@@ -217,13 +223,15 @@ class _Supervisor:
             self.cluster.request(close_fds=(driver.channel.fileno(), driver.signals))
         driver.new_job_reason = message.get("new_job", driver.new_job_reason)
         driver.exit_code = message.get("exit", driver.exit_code)
+        if driver.ends_program:
+            self.cluster.end_reports()
 
     # -- between two attempts
 
     def _exit_code_or_restart(self, driver: _Driver, status: int, *, lost_cluster: bool) -> int | None:
         """Return the program's exit code, or None after preparing another attempt."""
         code = os.waitstatus_to_exitcode(status)
-        if driver.exit_code is not None and driver.new_job_reason is None:
+        if driver.ends_program:
             return driver.exit_code
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} without an exit report"
         code = code if code >= 0 else 128 - code

@@ -128,6 +128,12 @@ def test_a_cluster_that_does_not_stop_is_killed_and_late_signals_change_nothing(
     assert program.returncode == 0
 
 
+def test_a_driver_that_loses_its_cluster_after_its_report_is_killed_without_a_word():
+    program = start("loses_its_cluster_while_it_exits")
+    _, err = program.communicate(timeout=30)
+    assert program.returncode == 1 and err == "error: found before\n"
+
+
 def test_a_frozen_driver_ends_with_its_program():
     program = start("freezes_for_ever")
     pid = int(program.stdout.readline())

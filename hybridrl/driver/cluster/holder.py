@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from hybridrl.driver.cluster.watch import POLL_PERIOD_S, ClusterWatch, shut_down_ray
+from hybridrl.driver.cluster.watch import POLL_PERIOD_S, ClusterWatch, shut_down_ray, silence_stderr
 from hybridrl.system.child_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, prctl
 from hybridrl.system.json_lines import RECEIVE_BYTES
 from hybridrl.system.process_stat import read_process_stat
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 3.0
 STOP_TIMEOUT_S, STOP_POLL_PERIOD_S = 15.0, 0.05
 EXIT_LOST = 3
+END_REPORTS = b"\n"  # from the supervisor to the holder
 
 
 class HeldCluster:
@@ -55,6 +56,12 @@ class HeldCluster:
         self._requested = True
         if self._pid is None:
             self._fork(close_fds)
+
+    def end_reports(self) -> None:
+        """Let the cluster's process report nothing more: the driver has said how the program ends."""
+        if self._holder is not None and self._address is not None:
+            with suppress(OSError):  # it has ended
+                self._holder.send(END_REPORTS)
 
     def has_exited(self) -> bool:
         """Return whether the cluster was started and its process has ended."""
@@ -184,12 +191,23 @@ def _answer(start: Callable[[], str]) -> dict[str, object]:
 
 def _wait(parent: socket.socket, watch: ClusterWatch) -> bool:
     """Return whether the cluster was lost; False if the parent is gone."""
-    while not select.select([parent], [], [], POLL_PERIOD_S)[0]:
+    while True:
+        if select.select([parent], [], [], POLL_PERIOD_S)[0]:
+            if not _is_end_of_reports(parent):
+                return False
+            silence_stderr()
         watch.reap_orphans()
         if lost := watch.check():
             logger.warning("%s has ended; stopping the Ray cluster of this machine", lost)
             return True
-    return False
+
+
+def _is_end_of_reports(parent: socket.socket) -> bool:
+    """Return whether the parent has said so; False if it is gone."""
+    try:
+        return parent.recv(RECEIVE_BYTES) == END_REPORTS
+    except ConnectionResetError:  # it has left the answer unread
+        return False
 
 
 def _kill_all() -> None:

@@ -63,7 +63,7 @@ class ClusterWatch:
         self._newest = self._processes()
         for pid in self._clock.check(self._newest):
             if _is_ending():
-                _silence_stderr()  # hide what Ray prints about the processes that we kill
+                silence_stderr()  # hide what Ray prints about the processes that we kill
             else:
                 logger.warning(self._clock.describe(_command_name(pid), pid))
             if pid in self._essential:
@@ -153,6 +153,12 @@ def shut_down_ray() -> None:
     thread.join(SHUTDOWN_TIMEOUT_S)
 
 
+def silence_stderr() -> None:
+    """Redirect stderr to /dev/null, so that our error stays the last line."""
+    with suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nothing:
+        os.dup2(nothing.fileno(), STDERR)
+
+
 def _is_ending() -> bool:
     """Return whether this program has begun to exit, or has shut Ray down."""
     ray = sys.modules.get("ray")
@@ -174,18 +180,12 @@ def _end_program(lost: str, watch: ClusterWatch) -> NoReturn:
         sys.stdout.flush()
     with suppress(Exception):
         show_error(text)
-    _silence_stderr()
+    silence_stderr()
     watch.kill_rest()
     if node is not None:
         with suppress(Exception):  # whatever Ray says about what is left of it
             node.kill_all_processes(check_alive=False)
     os._exit(EXIT_CODE)
-
-
-def _silence_stderr() -> None:
-    """Redirect stderr to /dev/null, so that our error stays the last line."""
-    with suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nothing:
-        os.dup2(nothing.fileno(), STDERR)
 
 
 def _pidfds(pids: Iterable[int]) -> list[int]:

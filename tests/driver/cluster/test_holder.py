@@ -105,6 +105,14 @@ def test_what_a_killed_holder_leaves_ends_with_the_stop_of_its_cluster(tmp_path)
         wait_until_gone(pid, within_s=5.0)
 
 
+def test_a_raylet_that_freezes_after_the_reported_end_is_killed_without_a_word(tmp_path):
+    command = [sys.executable, "-m", "tests.support.driver.held_cluster", str(tmp_path), "1", "reported"]
+    program = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert program.returncode == 0 and program.stderr == ""
+    for pid in map(int, program.stdout.split()):
+        wait_until_gone(pid, within_s=5.0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("how", "number"), [("program", "SIGSTOP"), ("submit", "SIGKILL")])

@@ -1,10 +1,11 @@
 """A cluster holder with stand-ins for Ray's processes, for tests.
 
-    python -m tests.support.driver.held_cluster FOLDER SECONDS [orphan | killed]
+    python -m tests.support.driver.held_cluster FOLDER SECONDS [orphan | killed | reported]
 
 The stand-ins are a shell named `raylet` and below it `sleep` named `worker`. Prints their ids. An empty line
 ends the parent's side; then prints the exit code of the holder. A process that is stopped for SECONDS is lost.
-With `orphan` this process is the holder, and its parent's side has ended. With `killed` the holder gets SIGKILL.
+With `orphan` this process is the holder, and its parent's side has ended. With `killed` the holder gets SIGKILL; with
+`reported` its raylet is stopped after the driver has reported the end.
 """
 
 import os
@@ -47,12 +48,19 @@ if __name__ == "__main__":
         ended, parent = socket.socketpair()
         ended.close()
         holder.hold_cluster(lambda: start_stand_ins(Path(sys.argv[1])), parent, mask=set(), ignored=[])
-    if sys.argv[3:] == ["killed"]:
+    if sys.argv[3:] in (["killed"], ["reported"]):
         cluster = holder.HeldCluster(lambda: start_stand_ins(Path(sys.argv[1])), set(), ignored=[])
         cluster.request(close_fds=[])
         while cluster.poll_answer() is None:
             time.sleep(0.01)
-        os.kill(children_of(os.getpid())[0], signal.SIGKILL)
+        [holding] = children_of(os.getpid())
+        if sys.argv[3] == "killed":
+            os.kill(holding, signal.SIGKILL)
+        else:
+            cluster.end_reports()
+            os.kill(children_of(holding)[0], signal.SIGSTOP)
+            while not cluster.has_exited():
+                time.sleep(0.01)
         cluster.stop()
         sys.exit()
     holder, end = hold(Path(sys.argv[1]))

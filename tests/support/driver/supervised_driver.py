@@ -3,6 +3,7 @@
 Each scenario is one driver function; it prints what every attempt does.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import time
 from hybridrl.driver import supervisor
 from hybridrl.driver.cluster import holder
 from hybridrl.driver.run_context import DriverLifecycle
+from hybridrl.system.child_guard import children_of
 
 LIFECYCLE = DriverLifecycle()
 
@@ -109,6 +111,16 @@ def leaves_a_stopped_cluster() -> int:
     time.sleep(0.5)
     emit(os.getpid())
     return 0
+
+
+def loses_its_cluster_while_it_exits() -> int:
+    """End with an error; the cluster's process is then killed, and this one waits for it."""
+    LIFECYCLE.ray_address()
+    [holding] = {*children_of(os.getppid())} - {os.getpid()}
+    atexit.register(time.sleep, 60)
+    atexit.register(os.kill, holding, signal.SIGKILL)
+    sys.stderr.write("error: found before\n")
+    return 1
 
 
 def start_cluster_that_stops() -> str:
