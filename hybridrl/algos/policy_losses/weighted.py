@@ -7,13 +7,7 @@ the ratio r = exp(logp - old). `clipped_BT` marks tokens whose weight is limited
 import torch
 
 from hybridrl.algos.masked import masked_sum
-from hybridrl.algos.policy_losses.policy_loss import (
-    PolicyLoss,
-    limited_log_ratio,
-    nowhere,
-    on_mask,
-    register_policy_loss,
-)
+from hybridrl.algos.policy_losses.policy_loss import PolicyLoss, limited_log_ratio, nowhere, on_mask
 from hybridrl.algos.row_wise import row_wise
 
 MAX_DPPO_RATIO = 20.0
@@ -22,7 +16,6 @@ PROBABILITY_EPS = 1e-6
 """Smallest probability of the sampled token, and of all others, in the binary KL."""
 
 
-@register_policy_loss("gpg")
 @row_wise
 def gpg(
     log_probs_BT: torch.Tensor,
@@ -47,7 +40,6 @@ def gpg(
     )
 
 
-@register_policy_loss("cispo")
 @row_wise
 def cispo(
     log_probs_BT: torch.Tensor,
@@ -73,7 +65,6 @@ def cispo(
     )
 
 
-@register_policy_loss("topr")
 @row_wise
 def topr(
     log_probs_BT: torch.Tensor,
@@ -101,7 +92,6 @@ def topr(
     return weighted_log_probs(weight_BT, limited_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT)
 
 
-@register_policy_loss("dppo_tv")
 @row_wise
 def dppo_tv(
     log_probs_BT: torch.Tensor,
@@ -126,7 +116,6 @@ def dppo_tv(
     return _inside_region(left_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT)
 
 
-@register_policy_loss("dppo_kl")
 @row_wise
 def dppo_kl(
     log_probs_BT: torch.Tensor,
