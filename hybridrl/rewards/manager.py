@@ -75,15 +75,12 @@ class Scorer(Protocol):
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> RewardOutput | dict[str, Any]:
         """Return the rewards of a batch; a sample without a score is marked invalid, never scored 0."""
-        ...
 
     def check_function(self) -> LoadFailure | None:
         """Return why the reward function cannot be used, or None. Called once, before anything else starts."""
-        ...
 
     def close(self) -> None:
         """Release processes and files. Called once."""
-        ...
 
 
 class RewardManager:

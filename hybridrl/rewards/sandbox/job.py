@@ -121,14 +121,12 @@ class Sandbox(Protocol):
 
         Safe to call from several threads. Raises SandboxFailed if the program could not be judged.
         """
-        ...
 
     def check(self) -> str:
         """Return what this sandbox is, in a few words, after it has run a program.
 
         Raises SandboxUnavailable with the reason and the way out.
         """
-        ...
 
 
 def refusal(program: Program) -> Outcome | None:

@@ -184,7 +184,6 @@ class AdapterEngine(Protocol):
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes without its adapters."""
-        ...
 
 
 class PrefixEngine(Protocol):
@@ -192,7 +191,6 @@ class PrefixEngine(Protocol):
 
     def take_computed(self) -> dict[str, float]:
         """Return COMPUTED_TOKENS and COMPUTED_PAIRS of this rank's passes since the last call; empty: rows apart."""
-        ...
 
 
 class RoutingEngine(Protocol):
@@ -206,7 +204,6 @@ class RoutingEngine(Protocol):
         self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]
     ) -> tuple[dict[str, torch.Tensor], Any]:
         """Return what `forward` returns, and the column `routed_experts` of what the routers chose."""
-        ...
 
 
 class Engine(Protocol):
@@ -227,11 +224,9 @@ class Engine(Protocol):
 
     def __init__(self, setup: EngineSetup) -> None:
         """Store the setup."""
-        ...
 
     def setup(self) -> None:
         """Load and shard the model and build the optimizer. The constructor does none of this."""
-        ...
 
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the named outputs without gradient, float32 on the CPU, in the row order of `batch`.
@@ -243,7 +238,6 @@ class Engine(Protocol):
                 where response_mask is 0. "scores" for kind score: (B,). Names of the setup's `token_terms`: (B,R) or
                 (B,R,K). Only the optimal token baseline asks for "sum_pi_squared", sum_v pi_v^2.
         """
-        ...
 
     def forward_backward(
         self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, *, outputs: tuple[str, ...]
@@ -254,7 +248,6 @@ class Engine(Protocol):
             The loss function's stats, one dict per micro-batch of this rank. Empty on a rank without rows and on a peer
             that is not the output rank.
         """
-        ...
 
     def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
         """Clip gradients, update the parameters, advance the schedule and clear the gradients.
@@ -266,7 +259,6 @@ class Engine(Protocol):
             "grad_norm" (before clipping), "lr" and "skipped", equal on all ranks. "skipped" is 1.0 if the gradient norm
             is not finite or `skip` is set. Parameters, optimizer state and schedule are then unchanged.
         """
-        ...
 
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every full parameter under its Hugging Face name, tied ones once.
@@ -278,7 +270,6 @@ class Engine(Protocol):
             lora: How adapters are exported: "merged" into the weights, "base_and_adapters" (adapters first, then the
                 base weights), "adapters" alone, or "unscaled_adapters". See `lora.py` for their names.
         """
-        ...
 
     def save(self, directory: str) -> None:
         """Write model, optimizer, schedule and every rank's random state into `directory`.
@@ -291,7 +282,6 @@ class Engine(Protocol):
                 write.
             StorageError: Some rank cannot write. Raised on all ranks.
         """
-        ...
 
     def load(self, directory: str) -> None:
         """Read what `save` wrote, also with another number of ranks.
@@ -299,18 +289,15 @@ class Engine(Protocol):
         Raises:
             CheckpointError: Part of the state is missing.
         """
-        ...
 
     def state_tensors(self) -> StateTensors:
         """Return the modules and optimizers whose state `save` would write.
 
         Optimizers have a state for each parameter, also before the first step.
         """
-        ...
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
         """Move parameters and optimizer state to "cpu" or to the engine's device.
 
         Other methods move back whatever they need.
         """
-        ...

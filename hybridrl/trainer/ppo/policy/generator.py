@@ -20,7 +20,6 @@ class PendingResponses(Protocol):
 
         After a short round its `meta_info[CHOSEN_GROUPS]` has the places of the prompts that it answers.
         """
-        ...
 
 
 class Pending(Protocol):
@@ -28,7 +27,6 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return when it is done. Raises its error."""
-        ...
 
 
 class Generator(Protocol):
@@ -41,12 +39,10 @@ class Generator(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the last batch, by their names in the log."""
-        ...
 
     @property
     def reads_other_columns(self) -> bool:
         """Whether prompts must have all columns of their rows, and not only the model's input."""
-        ...
 
     def open(self, group: Any, *, resync: Resync | None, concurrent: bool) -> None:
         """Generate on these processes until `close`. Called again after some were replaced.
@@ -57,7 +53,6 @@ class Generator(Protocol):
                 others.
             concurrent: Whether the processes generate while the driver trains, and do nothing else.
         """
-        ...
 
     def close(self, *, wait: bool = False) -> None:
         """Stop generating. Safe to call twice, and before `open`.
@@ -65,7 +60,6 @@ class Generator(Protocol):
         Args:
             wait: Return only when no process has a call in flight that `close` ended early.
         """
-        ...
 
     def submit(
         self,
@@ -83,7 +77,6 @@ class Generator(Protocol):
             max_new_tokens: Most new tokens of each response; a later call may add more. None: whole responses.
             num_prompts: Generate until the groups of so many prompts are complete, and end the others. None: all.
         """
-        ...
 
     def push(self, version: int, receive: Callable[[], Pending]) -> Pending:
         """Let the processes receive weights, after everything submitted before.
@@ -92,10 +85,8 @@ class Generator(Protocol):
             version: Version of the weights.
             receive: Starts the rollout's half of the push. Called once, at once or when the processes are free.
         """
-        ...
 
     def generate_on(
         self, group: Any, prompts: DataProto, *, version: int | None, resync: Resync | None = None
     ) -> DataProto:
         """Return whole responses from another group's processes, in any thread."""
-        ...

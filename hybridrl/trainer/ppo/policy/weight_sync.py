@@ -38,7 +38,6 @@ class WeightSync(Protocol):
         None: no rollout process can restart alone. It holds the actor, too, or the actor trains meanwhile and the
         weights of the last push are nowhere else.
         """
-        ...
 
     def push(self, version: int, turn: Turn = at_once, probing: "Probing | None" = None) -> Pending:
         """Start a push of the actor's weights, as they are now, as `version`.
@@ -48,15 +47,12 @@ class WeightSync(Protocol):
             turn: A generator's `push`, which lets the rollout receive after everything submitted before.
             probing: What every rollout process samples after it.
         """
-        ...
 
     def cancel(self, reason: str) -> None:
         """Release an actor that waits for rollout processes: one of them was lost."""
-        ...
 
     def reset(self) -> None:
         """Make the next push a full one, over a new channel, because a process was replaced."""
-        ...
 
 
 class InProcessWeightSync:
