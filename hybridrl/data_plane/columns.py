@@ -71,10 +71,7 @@ def object_array(values: Any) -> np.ndarray:
 
 def one_object_per_row(values: Sequence) -> np.ndarray:
     """Return a flat object array of the unchanged values."""
-    array = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        array[row] = value
-    return array
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def row_index(rows: RowIndex, num_rows: int) -> torch.Tensor:

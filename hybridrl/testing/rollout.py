@@ -21,6 +21,7 @@ from hybridrl.testing import rollout_reference
 from hybridrl.testing.conformance import Check, expect, refuses, run_checks
 from hybridrl.workers.rollout.base import Rollout, RolloutSetup
 from hybridrl.workers.rollout.requests import Request, TokenOutput
+from hybridrl.workers.rollout.responses import prompt_columns
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, advance, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import NamedTensor, fingerprint
 
@@ -85,10 +86,7 @@ class RolloutCase:
         Padded on the left, with a seed for each row.
         """
         chosen = list(range(len(self.prompts)) if rows is None else rows)
-        ids = torch.tensor([[PAD] * (width - len(self.prompts[row])) + self.prompts[row] for row in chosen])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in (self.prompts[row] for row in chosen)])
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        columns = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        columns = prompt_columns([self.prompts[row] for row in chosen], pad_token_id=PAD, width=width)
         return DataProto.from_dict(tensors=columns | {"seeds": torch.tensor(chosen) + SEED})
 
     def expect_greedy(self, sampling: SamplingParams, *, what: str) -> None:

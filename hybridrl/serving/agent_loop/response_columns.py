@@ -15,6 +15,7 @@ from hybridrl.rewards.manager import AGENT_REWARD, BRANCHES, LEFT_OUT
 from hybridrl.serving.agent_loop.base import UNSET_VERSION, AgentLoopOutput
 from hybridrl.workers.engine.base import ROUTED_EXPERTS
 from hybridrl.workers.rollout.requests import NOT_SAMPLED
+from hybridrl.workers.rollout.responses import padded, prompt_columns, sequence_columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +50,20 @@ class ResponseColumns:
         columns |= self._responses(columns, outputs)
         if self.token_versions:
             versions = [out.all_token_versions for out in outputs]
-            columns["token_versions"] = _pad_to(versions, self.width, fill=NOT_SAMPLED)
+            columns["token_versions"] = padded(versions, self.width, fill=NOT_SAMPLED)
         if self.log_probs:
             log_probs = [out.response_logprobs for out in outputs]
-            columns["rollout_log_probs"] = _pad_to(log_probs, self.width, fill=0.0)
+            columns["rollout_log_probs"] = padded(log_probs, self.width, fill=0.0)
         return DataProto.from_dict(
             tensors=columns, non_tensors=self._judgements(outputs), meta_info=dict(rows.meta_info)
         )
 
     def _responses(self, columns: dict[str, torch.Tensor], outputs: list[AgentLoopOutput]) -> dict[str, torch.Tensor]:
         lengths = torch.tensor([len(out.response_ids) for out in outputs], dtype=torch.int64)
-        is_token = (torch.arange(self.width) < lengths[:, None]).to(columns["attention_mask"].dtype)
-        responses = _pad_to([out.response_ids for out in outputs], self.width, fill=self.pad_id)
-        positions = columns["position_ids"][:, -1:] + torch.arange(1, self.width + 1)
+        responses = padded([out.response_ids for out in outputs], self.width, fill=self.pad_id)
         versions = [-1 if out.version == UNSET_VERSION else out.version for out in outputs]
-        return {
-            "prompts": columns["input_ids"],
-            "responses": responses,
-            "input_ids": torch.cat([columns["input_ids"], responses], dim=1),
-            "attention_mask": torch.cat([columns["attention_mask"], is_token], dim=1),
-            "position_ids": torch.cat([columns["position_ids"], positions], dim=1),
-            "response_mask": _pad_to([out.response_mask for out in outputs], self.width, fill=0),
+        return sequence_columns(columns, responses, torch.arange(self.width) < lengths[:, None]) | {
+            "response_mask": padded([out.response_mask for out in outputs], self.width),
             "weights_version": torch.tensor(versions, dtype=torch.int64),
             "num_turns": torch.tensor([out.num_turns for out in outputs], dtype=torch.int64),
         }
@@ -94,16 +88,4 @@ class ResponseColumns:
         given = zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)
         if all(ids[mask].tolist() == out.prompt_ids for (ids, mask), out in zip(given, outputs, strict=True)):
             return {}
-        width = max(len(out.prompt_ids) for out in outputs)
-        lengths = torch.tensor([len(out.prompt_ids) for out in outputs])
-        mask = (torch.arange(width) >= width - lengths[:, None]).to(columns["attention_mask"].dtype)
-        ids = torch.tensor([[self.pad_id] * (width - len(out.prompt_ids)) + out.prompt_ids for out in outputs])
-        return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-
-
-def _pad_to(lists: list[list], width: int, *, fill: float) -> torch.Tensor:
-    """Return lists as one tensor (S, width), right-padded; int64, or float32 where `fill` is a float."""
-    dtype = torch.float32 if isinstance(fill, float) else torch.int64
-    return torch.tensor([[*entries, *([fill] * (width - len(entries)))] for entries in lists], dtype=dtype).reshape(
-        len(lists), width
-    )
+        return prompt_columns([out.prompt_ids for out in outputs], pad_token_id=self.pad_id)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hybridrl.config.schema.data import DataConfig
+from hybridrl.data_plane.columns import one_object_per_row
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
@@ -232,12 +233,7 @@ def collate_fn(rows: list[dict], pad_token_id: int) -> DataProto:
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     names = dict.fromkeys(name for row in rows for name in row if name != "input_ids")
-    return DataProto.from_dict(tensors, {name: object_column([row.get(name) for row in rows]) for name in names})
-
-
-def object_column(values: list) -> np.ndarray:
-    """Return (B,) objects, also for lists of equal length, from which `np.array` would make a matrix."""
-    return np.fromiter(values, dtype=object, count=len(values))
+    return DataProto.from_dict(tensors, {name: one_object_per_row([row.get(name) for row in rows]) for name in names})
 
 
 def load_dataset(

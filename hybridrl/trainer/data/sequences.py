@@ -4,10 +4,10 @@ Used by the datasets of SFT and of preferences, in the driver. Shapes: B rows, L
 R = L - 1.
 """
 
-import numpy as np
 import torch
 
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
+from hybridrl.data_plane.columns import one_object_per_row
 from hybridrl.protocol import DataProto
 
 
@@ -40,8 +40,7 @@ def collate_sequences(rows: list[dict], pad_token_id: int) -> DataProto:
     }
     if not any(IMAGE_INPUTS in row for row in rows):
         return DataProto.from_dict(tensors)
-    images = np.fromiter((row.get(IMAGE_INPUTS) for row in rows), dtype=object, count=len(rows))
-    return DataProto.from_dict(tensors, {IMAGE_INPUTS: images})
+    return DataProto.from_dict(tensors, {IMAGE_INPUTS: one_object_per_row([row.get(IMAGE_INPUTS) for row in rows])})
 
 
 def pad_right(rows: list[torch.Tensor], value: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ from hybridrl.workers import engine, rollout
 from hybridrl.workers.engine.attention.layer_kinds import cache_argument, use_exact_attention
 from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, held_dtypes, load_hf_config
-from hybridrl.workers.rollout.responses import GeneratedTokens
+from hybridrl.workers.rollout.responses import GeneratedTokens, prompt_columns
 from hybridrl.workers.rollout.sampling.sampler import (
     SamplingParams,
     draw_tokens,
@@ -169,8 +169,8 @@ class HFRollout(VersionedRollout):
         """Compute each prompt of these sequences once; return the batch to decode and its first logits (S, V)."""
         prompt_rows = rows // sampling.n
         first, last = int(prompt_rows[0]), int(prompt_rows[-1]) + 1
-        ids, mask = _left_padded(prompts[first:last], self.setup.pad_token_id, self._device)
-        positions = (mask.cumsum(-1) - 1).clamp_(min=0)
+        given = prompt_columns(prompts[first:last], pad_token_id=self.setup.pad_token_id, device=self._device)
+        ids, mask, positions = given.values()
         more: dict[str, torch.Tensor] = {}
         offsets = torch.zeros_like(prompt_rows)
         if self._reads_images:
@@ -323,16 +323,6 @@ def _select_rows(layer: Any, rows: torch.Tensor) -> None:
 def _contiguous(head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Give the head's states memory of their own: of a slice, torch would expand the head's matrix once per row."""
     return args[0].contiguous(), *args[1:]
-
-
-def _left_padded(
-    prompts: list[list[int]], pad_token_id: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask (len(prompts), longest) int64 with the padding on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad_token_id] * (width - len(tokens)) + tokens for tokens in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in prompts], device=device)
-    return ids, mask
 
 
 def _build_model(setup: RolloutSetup, held: fingerprint.HeldDtypes) -> torch.nn.Module:

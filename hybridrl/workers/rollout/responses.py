@@ -1,10 +1,12 @@
 """Results of a rollout: generated tokens, and the batch of prompts and responses that training reads.
 
 `Rollout.generate` and `partial` build the batch in the rollout's worker process. Engines fill `GeneratedTokens`.
+`prompt_columns` and `sequence_columns` are the layout of every such batch, also of agents' sequences.
 
 Shapes: B prompt rows, P prompt width, n samples per prompt, S = B * n sequences, R response width (max_new_tokens).
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +49,60 @@ class GeneratedTokens:
         return GeneratedTokens(self.tokens.to(device), self.mask.to(device), self.log_probs.to(device), self.routes)
 
 
+def padded(
+    lists: Sequence[Sequence[float]],
+    width: int | None = None,
+    *,
+    fill: float = 0,
+    left: bool = False,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Return lists as the rows of one tensor (S, width); int64, or float32 where `fill` is a float.
+
+    Args:
+        lists: S lists.
+        width: None: the longest list's.
+        fill: What pads them.
+        left: Whether to pad on the left.
+        device: Of the tensor.
+    """
+    width = max(map(len, lists), default=0) if width is None else width
+    gaps = [[fill] * (width - len(entries)) for entries in lists]
+    rows = [[*gap, *entries] if left else [*entries, *gap] for gap, entries in zip(gaps, lists, strict=True)]
+    dtype = torch.float32 if isinstance(fill, float) else torch.int64
+    return torch.tensor(rows, dtype=dtype, device=device).reshape(len(lists), width)
+
+
+def prompt_columns(
+    prompts: Sequence[Sequence[int]], *, pad_token_id: int, width: int | None = None, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Return `input_ids`, `attention_mask` and `position_ids` (S, P) int64 of prompts, padded on the left."""
+    ids = padded(prompts, width, fill=pad_token_id, left=True, device=device)
+    mask = padded([[1] * len(tokens) for tokens in prompts], width, left=True, device=device)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def sequence_columns(
+    prompts: Mapping[str, torch.Tensor], responses: torch.Tensor, is_token: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the columns of sequences: `prompts` (S, P), `responses` (S, R), and the prompts' columns (S, P + R).
+
+    Args:
+        prompts: `input_ids`, `attention_mask` and `position_ids` (S, P).
+        responses: (S, R) int64, padded on the right.
+        is_token: (S, R), 1 or True on tokens of a response.
+    """
+    ids, mask, positions = (prompts[name] for name in ("input_ids", "attention_mask", "position_ids"))
+    after = positions[:, -1:] + torch.arange(1, responses.size(1) + 1)
+    return {
+        "prompts": ids,
+        "responses": responses,
+        "input_ids": torch.cat([ids, responses], dim=1),
+        "attention_mask": torch.cat([mask, is_token.to(mask.dtype)], dim=1),
+        "position_ids": torch.cat([positions, after], dim=1),
+    }
+
+
 def with_responses(
     prompts: DataProto, generated: GeneratedTokens, *, sampling: SamplingParams, version: int
 ) -> DataProto:
@@ -58,18 +114,9 @@ def with_responses(
     """
     rows = prompts.repeat(sampling.n, interleave=True)
     columns = {str(name): rows.batch[name] for name in rows.batch.keys()}
-    num_sequences, width = generated.tokens.shape
-    positions = columns["position_ids"][:, -1:] + torch.arange(1, width + 1)
-    columns |= {
-        "prompts": columns["input_ids"],
-        "responses": generated.tokens,
-        "input_ids": torch.cat([columns["input_ids"], generated.tokens], dim=1),
-        "attention_mask": torch.cat(
-            [columns["attention_mask"], generated.mask.to(columns["attention_mask"].dtype)], dim=1
-        ),
-        "position_ids": torch.cat([columns["position_ids"], positions], dim=1),
+    columns |= sequence_columns(columns, generated.tokens, generated.mask) | {
         "response_mask": generated.mask,
-        "weights_version": torch.full((num_sequences,), version, dtype=torch.int64),
+        "weights_version": torch.full((len(generated.tokens),), version, dtype=torch.int64),
     }
     if sampling.logprobs:
         columns["rollout_log_probs"] = generated.log_probs

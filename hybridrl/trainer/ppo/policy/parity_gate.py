@@ -24,6 +24,7 @@ from hybridrl.trainer.ppo.policy.weight_sync import Probing
 from hybridrl.workers.engine.base import resolve_dtype
 from hybridrl.workers.rollout.base import rollout_class
 from hybridrl.workers.rollout.requests import Probe, ProbedTokens
+from hybridrl.workers.rollout.responses import padded, prompt_columns, sequence_columns
 
 logger = logging.getLogger(__name__)
 
@@ -189,21 +190,6 @@ def _differences(sampled: LogProbs, trained: LogProbs) -> list[float]:
 
 def _rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> DataProto:
     """Return the batch that the actor scores: prompts padded on the left, responses on the right."""
-    prompt_ids, prompt_mask = _padded([ids[::-1] for ids in prompts])
-    response_ids, response_mask = _padded(responses)
-    attention_mask = torch.cat([prompt_mask.flip(-1), response_mask], dim=1)
-    columns = {
-        "input_ids": torch.cat([prompt_ids.flip(-1), response_ids], dim=1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-        "responses": response_ids,
-        "response_mask": response_mask,
-    }
-    return DataProto.from_dict(tensors=columns)
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask (B, longest) int64, padded on the right with token 0."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
-    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    mask = padded([[1] * len(ids) for ids in responses])
+    columns = sequence_columns(prompt_columns(prompts, pad_token_id=0), padded(responses), mask)
+    return DataProto.from_dict(tensors=columns | {"response_mask": mask})

@@ -8,14 +8,15 @@ the trainer's stage `add_branches` then appends the other rows. From there on th
 from collections.abc import Mapping
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from hybridrl.algos.partition.row_images import IMAGE_INPUTS
+from hybridrl.data_plane.columns import one_object_per_row
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import BRANCHES, at_last_token, reward_positions
 from hybridrl.trainer.ppo.columns import EPISODE, ROUTED_EXPERTS
 from hybridrl.trainer.ppo.sampling.replay_buffer import concat_padded
+from hybridrl.workers.rollout.responses import padded, prompt_columns, sequence_columns
 
 Branch = Mapping[str, Any]
 
@@ -47,33 +48,24 @@ def add_branch_rows(batch: DataProto, *, pad_token_id: int) -> DataProto:
 def _set_tokens(rows: DataProto, branches: list[Branch], *, pad_token_id: int) -> None:
     """Replace the columns of tokens by those of the branches, in place."""
     columns = cast(dict[str, torch.Tensor], rows.batch)
-    width, dtype = columns["responses"].shape[1], columns["attention_mask"].dtype
+    width = columns["responses"].shape[1]
     prompt_width = max(columns["prompts"].shape[1], *(len(branch["prompt_ids"]) for branch in branches))
-    prompts = _padded([branch["prompt_ids"][::-1] for branch in branches], prompt_width, fill=pad_token_id).flip(1)
-    responses = _padded([branch["response_ids"] for branch in branches], width, fill=pad_token_id)
-    prompt_lengths = torch.tensor([len(branch["prompt_ids"]) for branch in branches])[:, None]
+    prompts = prompt_columns(
+        [branch["prompt_ids"] for branch in branches], pad_token_id=pad_token_id, width=prompt_width
+    )
+    responses = padded([branch["response_ids"] for branch in branches], width, fill=pad_token_id)
     lengths = torch.tensor([len(branch["response_ids"]) for branch in branches])[:, None]
-    is_prompt, is_token = torch.arange(prompt_width) >= prompt_width - prompt_lengths, torch.arange(width) < lengths
-    positions = (is_prompt.long().cumsum(-1) - 1).clamp(min=0)
-    after = positions[:, -1:] + torch.arange(1, width + 1)
-    new = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),
-        "attention_mask": torch.cat([is_prompt, is_token], dim=1).to(dtype),
-        "position_ids": torch.cat([positions, after], dim=1),
-        "response_mask": _padded([branch["response_mask"] for branch in branches], width, fill=0),
-        "rollout_log_probs": _padded([branch["response_logprobs"] for branch in branches], width, fill=0.0),
-        "token_versions": _padded([branch["token_versions"] for branch in branches], width, fill=-1),
+    new = sequence_columns(prompts, responses, torch.arange(width) < lengths) | {
+        "response_mask": padded([branch["response_mask"] for branch in branches], width),
+        "rollout_log_probs": padded([branch["response_logprobs"] for branch in branches], width, fill=0.0),
+        "token_versions": padded([branch["token_versions"] for branch in branches], width, fill=-1),
         "weights_version": torch.tensor([branch["version"] for branch in branches]),
         "num_turns": torch.tensor([branch["num_turns"] for branch in branches]),
     }
     if ROUTED_EXPERTS in rows.non_tensor_batch:
-        routes = (branch["routes"] for branch in branches)
-        rows.non_tensor_batch[ROUTED_EXPERTS] = np.fromiter(routes, dtype=object, count=len(branches))
+        rows.non_tensor_batch[ROUTED_EXPERTS] = one_object_per_row([branch["routes"] for branch in branches])
     if IMAGE_INPUTS in rows.non_tensor_batch:
-        images = (branch["images"] for branch in branches)
-        rows.non_tensor_batch[IMAGE_INPUTS] = np.fromiter(images, dtype=object, count=len(branches))
+        rows.non_tensor_batch[IMAGE_INPUTS] = one_object_per_row([branch["images"] for branch in branches])
     for name, column in new.items():
         if name in columns.keys():
             columns[name] = column.to(columns[name].dtype)
@@ -90,9 +82,3 @@ def _set_scores(rows: DataProto, branches: list[Branch]) -> None:
     columns["token_level_scores"] = at_last_token(scores_B, reward_positions(rows), width=width)
     if "rm_scores" in columns.keys():
         columns["rm_scores"] = torch.zeros_like(columns["rm_scores"])
-
-
-def _padded(lists: list[list], width: int, *, fill: float) -> torch.Tensor:
-    """Return lists as one tensor (rows, width), right-padded; float32 where `fill` is a float, else int64."""
-    dtype = torch.float32 if isinstance(fill, float) else torch.int64
-    return torch.tensor([[*entries, *([fill] * (width - len(entries)))] for entries in lists], dtype=dtype)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hybridrl.errors import ConfigError
+from hybridrl.workers.rollout.responses import padded
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition
 
 NO_TOKEN = -1  # padding
@@ -39,9 +40,10 @@ class TokenHistory:
     ):
         self.sampling, self.stop_condition, self.num_done = sampling, stop_condition, num_done
         only_prompts = [tokens[: len(tokens) - num_done] for tokens in prompts]
-        self._prompts = _padded(only_prompts, max(map(len, only_prompts)), device).repeat_interleave(sampling.n, dim=0)
+        self._prompts = padded(only_prompts, fill=NO_TOKEN, device=device).repeat_interleave(sampling.n, dim=0)
         done = [tokens[len(tokens) - num_done :] for tokens in prompts]
-        self._responses = _padded(done, num_done + sampling.max_new_tokens, device).repeat_interleave(sampling.n, dim=0)
+        width = num_done + sampling.max_new_tokens
+        self._responses = padded(done, width, fill=NO_TOKEN, device=device).repeat_interleave(sampling.n, dim=0)
         self.lengths = torch.full((len(self._responses),), sampling.max_new_tokens, device=device)
 
     def processor(
@@ -94,12 +96,6 @@ class TokenHistory:
     def stopped_before(self, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Return which sequences (N,) bool had a complete stop string before token number `steps` (N,)."""
         return steps >= self.lengths[rows]
-
-
-def _padded(lists: list[list[int]], width: int, device: torch.device | str) -> torch.Tensor:
-    return torch.tensor(
-        [tokens + [NO_TOKEN] * (width - len(tokens)) for tokens in lists], dtype=torch.int64, device=device
-    )
 
 
 def _penalise(logits: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor, sampling: SamplingParams) -> None:
