@@ -9,18 +9,7 @@ Shapes: b sequences, q queries, k keys of the same path, the queries' tokens las
 import torch
 import torch.nn.functional as F
 
-from hybridrl.workers.engine.attention.spans import AttentionTree
-
-
-def path_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return which keys (q,k) bool a path's last tokens see.
-
-    Those are the keys before them, the last `window` if it is not None.
-    """
-    places = torch.arange(num_keys, device=device)
-    distance = places[num_keys - num_queries :, None] - places
-    sees = distance >= 0
-    return sees if window is None else sees & (distance < window)
+from hybridrl.workers.engine.attention.spans import AttentionTree, path_mask
 
 
 def masked_attention(

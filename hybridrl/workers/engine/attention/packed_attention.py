@@ -14,7 +14,7 @@ from torch import nn
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine import attention
 from hybridrl.workers.engine.attention.layer_kinds import RECURRENT, layer_kinds
-from hybridrl.workers.engine.attention.spans import SequenceSpan
+from hybridrl.workers.engine.attention.spans import SequenceSpan, path_mask
 
 NAME = "hybridrl_packed"
 REPLACED = {"sdpa", "eager"}
@@ -79,7 +79,7 @@ def packed_sdpa(
         q, k, v = (_as_batch(states, span) for states in (query, key, value))
         window = sliding_window if sliding_window and span.width > sliding_window else None
         if softcap is None and s_aux is None:
-            mask = None if window is None else band(span.width, window, query.device)
+            mask = None if window is None else path_mask(span.width, span.width, window, query.device)
             out, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)  # (b,W,heads,d)
         else:
             scale = kwargs.get("scaling")
@@ -92,9 +92,3 @@ def packed_sdpa(
 def _as_batch(states: torch.Tensor, span: SequenceSpan) -> torch.Tensor:
     """Gather a span's tokens: (1,heads,T,d) -> (b,heads,W,d)."""
     return states[0].index_select(1, span.tokens).unflatten(1, (-1, span.width)).transpose(0, 1)
-
-
-def band(width: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return the (W,W) bool mask of a causal sliding window of `window` tokens."""
-    distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
-    return (distance >= 0) & (distance < window)

@@ -20,7 +20,7 @@ from torch import nn
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.attention import packed_attention, tree_attention
 from hybridrl.workers.engine.attention.layer_kinds import REPLACED, layer_kinds, words
-from hybridrl.workers.engine.attention.spans import AttentionTree, SequenceSpan
+from hybridrl.workers.engine.attention.spans import AttentionTree, SequenceSpan, path_mask
 from hybridrl.workers.engine.batching.layout import SequencePart, TokenLayout
 from hybridrl.workers.process_setup import collective_timeout
 
@@ -186,7 +186,7 @@ def _attend(
         return packed_attention.packed_sdpa(module, *states, None, **options)[0]
     mask = None
     if sliding_window and query.size(2) > sliding_window:
-        mask = packed_attention.band(query.size(2), sliding_window, query.device)
+        mask = path_mask(query.size(2), query.size(2), sliding_window, query.device)
     found: torch.Tensor = sdpa_attention_forward(module, *states, mask, **kwargs)[0]
     return found
 

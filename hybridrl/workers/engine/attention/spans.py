@@ -124,3 +124,14 @@ def sees(ends: torch.Tensor) -> Callable[..., torch.Tensor]:
         return (key <= query) & (query < ends[key])
 
     return mask
+
+
+def path_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return which keys (q,k) bool a path's last tokens see.
+
+    Those are the keys before them, the last `window` if it is not None.
+    """
+    places = torch.arange(num_keys, device=device)
+    distance = places[num_keys - num_queries :, None] - places
+    is_before = distance >= 0
+    return is_before if window is None else is_before & (distance < window)
