@@ -118,14 +118,11 @@ def check_new_directory(directory: str) -> None:
 
 def _with_untrained(tensors: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return weights under the model's own names, with those that the trained model lacks."""
-    import transformers
     from safetensors import safe_open
 
     assert model.path is not None, "the weights to export were loaded from this path"
     config = hf_model.overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
-    auto = getattr(
-        transformers, hf_model.IMAGE_AUTO_CLASS if hf_model.reads_images(config) else hf_model.AUTO_CLASSES["causal_lm"]
-    )
+    auto = hf_model.auto_class(config)
     if type(config) not in auto._model_mapping:
         return tensors
     trained: Any = auto._model_mapping[type(config)]

@@ -242,13 +242,16 @@ def _replace_head(model: Any, *, seed: int) -> None:
 
 
 def _auto_class(config: EngineSetup, found: Any) -> Any:
+    if config.kind == "score" and reads_images(found):
+        raise ConfigError(f"{config.path}: a model that reads images computes no {config.kind}; use a model of text")
+    return auto_class(found, kind=config.kind)
+
+
+def auto_class(found: Any, *, kind: str = "causal_lm") -> Any:
+    """Return the class of transformers that loads models of this config."""
     import transformers
 
-    if not reads_images(found):
-        return getattr(transformers, AUTO_CLASSES[config.kind])
-    if config.kind == "score":
-        raise ConfigError(f"{config.path}: a model that reads images computes no {config.kind}; use a model of text")
-    return getattr(transformers, IMAGE_AUTO_CLASS)
+    return getattr(transformers, IMAGE_AUTO_CLASS if reads_images(found) else AUTO_CLASSES[kind])
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:

@@ -29,7 +29,7 @@ from hybridrl.errors import ConfigError, model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
 from hybridrl.workers.engine.attention.layer_kinds import cache_argument, use_exact_attention
-from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
+from hybridrl.workers.engine.hf_model import IMAGE_MODELS, auto_class, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, held_dtypes, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens, prompt_columns
 from hybridrl.workers.rollout.sampling.sampler import (
@@ -330,18 +330,16 @@ def _build_model(setup: RolloutSetup, held: fingerprint.HeldDtypes) -> torch.nn.
 
     Random weights do not change the global random state.
     """
-    import transformers
-
     config = load_hf_config(setup)
-    auto_class = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
+    loader = auto_class(config)
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
     model: Any
     if setup.load_format == "auto":
         with model_errors(setup.model_path, "cannot load it"):
-            model = auto_class.from_pretrained(setup.model_path, config=config, **options)
+            model = loader.from_pretrained(setup.model_path, config=config, **options)
     else:
         with _seeded(setup.seed), model_errors(setup.model_path, "cannot build it"):
-            model = auto_class.from_config(config, **options)
+            model = loader.from_config(config, **options)
     use_exact_attention(model, setup.override_config.get("attn_implementation"))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if fingerprint.pushed_dtype(name, held) != setup.dtype:

@@ -19,7 +19,7 @@ from hybridrl.algos.partition.row_images import RowImages
 from hybridrl.config.capabilities import SAMPLING, RolloutCapabilities
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.workers.engine.hf_model import AUTO_CLASSES, IMAGE_AUTO_CLASS, IMAGE_MODELS, reads_images
+from hybridrl.workers.engine.hf_model import IMAGE_MODELS, auto_class, reads_images
 from hybridrl.workers.images import PictureReader, collapsed
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens
@@ -273,10 +273,7 @@ def _routing_problems(settings: RolloutConfig) -> Iterator[str]:
 
 def _empty_model(setup: RolloutSetup) -> torch.nn.Module:
     """Return the model's Hugging Face class, without allocating the weights."""
-    import transformers
-
     config = load_hf_config(setup)
-    auto = getattr(transformers, IMAGE_AUTO_CLASS if reads_images(config) else AUTO_CLASSES["causal_lm"])
     with torch.device("meta"):
-        model: torch.nn.Module = auto.from_config(config, trust_remote_code=setup.trust_remote_code)
+        model: torch.nn.Module = auto_class(config).from_config(config, trust_remote_code=setup.trust_remote_code)
     return model
