@@ -21,12 +21,12 @@ from hybridrl.config.capabilities import SAMPLING, SHAPES_SAMPLES
 from hybridrl.config.capabilities import RolloutCapabilities as RolloutCapabilities
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.workers import ModelConfig
-from hybridrl.errors import ConfigError, DataError, StaleWeightsError, model_errors
+from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.registry import Registry
 from hybridrl.workers import rollout
 from hybridrl.workers.engine.base import resolve_dtype
-from hybridrl.workers.engine.hf_model import choose_tower, overridden_config
+from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, row_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, HeldDtypes, NamedTensor
@@ -379,18 +379,9 @@ def load_hf_config(setup: RolloutSetup) -> Any:
     Raises:
         ConfigError: an override names an unknown entry, or the model has too few positions for the batch.
     """
-    from transformers import AutoConfig
-
-    with model_errors(setup.model_path, "cannot read it as a model"):
-        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
-    choose_tower(config, setup.override_config)
-    for key, value in setup.override_config.items():
-        if not hasattr(config, key):
-            raise ConfigError(
-                f"actor_rollout_ref.model.override_config.{key}={value!r}: the config of "
-                f"{setup.model_path!r} has no such entry"
-            )
-        setattr(config, key, value)
+    config = overridden_config(setup.model_path, setup.override_config, trust_remote_code=setup.trust_remote_code)
+    if attention := setup.override_config.get("attn_implementation"):
+        config._attn_implementation = attention
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and limit < setup.max_length:
         raise ConfigError(
