@@ -14,12 +14,15 @@ from hybridrl.config.introspection import to_dict
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
+from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.sft import SupervisedConfig
-from hybridrl.config.schema.workers import ActorConfig, ActorRolloutRefConfig
+from hybridrl.config.schema.workers import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig
 
 SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config", "megatron": "megatron"}
 """Section with the settings of each built-in engine, of `actor_rollout_ref.actor` and of supervised programs."""
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
+Batching = tuple[bool, int, int | None]
+"""Whether a token budget cuts micro-batches, this budget, and else the rows of one; null: by tokens nevertheless."""
 
 
 def engine_settings(actor: ActorConfig) -> EngineSettings:
@@ -61,6 +64,17 @@ def critic_engine_settings(config: PPOConfig) -> EngineSettings:
 def reward_model_engine_settings(config: PPOConfig) -> EngineSettings:
     """Return the settings of the reward model's engine: the actor's without offload."""
     return engine_settings(config.actor_rollout_ref.actor).with_offload(params=False, optimizer=False)
+
+
+def update_batching(settings: ActorConfig | CriticConfig) -> Batching:
+    """Return how the rows of a role that PPO trains are cut."""
+    return settings.use_dynamic_bsz, settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu
+
+
+def log_prob_batching(settings: RefConfig | RolloutConfig) -> Batching:
+    """Return how rows are cut for the log-probs of the reference policy, or of the policy before its update."""
+    by_tokens, max_rows = settings.log_prob_use_dynamic_bsz, settings.log_prob_micro_batch_size_per_gpu
+    return by_tokens, settings.log_prob_max_token_len_per_gpu, max_rows
 
 
 def rank_unit(config: PPOConfig) -> int:

@@ -11,8 +11,10 @@ from hybridrl.config.engines import (
     SECTIONS,
     critic_engine_settings,
     engine_settings,
+    log_prob_batching,
     ref_engine_settings,
     reward_model_engine_settings,
+    update_batching,
 )
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.workers import FSDPConfig, MegatronConfig
@@ -206,7 +208,7 @@ class _Sizes:
         actor, model = self._config.actor_rollout_ref.actor, self._config.actor_rollout_ref.model
         return self._sizes(
             engine_settings(actor),
-            self._tokens(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+            self._tokens(*update_batching(actor)),
             lora_rank=_lora_rank(model),
             gradient_checkpointing=model.enable_gradient_checkpointing,
             entropy_bonus=actor.entropy_coeff != 0,
@@ -216,24 +218,21 @@ class _Sizes:
         critic = self._config.critic
         return self._sizes(
             critic_engine_settings(self._config),
-            self._tokens(critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu),
+            self._tokens(*update_batching(critic)),
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             response_share=0.0,
         )
 
     def reference(self) -> EngineSizes:
-        ref = self._config.actor_rollout_ref.ref
-        tokens = self._tokens(
-            ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
-        )
+        tokens = self._tokens(*log_prob_batching(self._config.actor_rollout_ref.ref))
         return self._sizes(ref_engine_settings(self._config), tokens, trains=False)
 
     def reward_model(self) -> EngineSizes:
         model = self._config.reward_model
-        tokens = self._tokens(model.micro_batch_size_per_gpu, False, model.forward_max_token_len_per_gpu)
+        tokens = self._tokens(False, model.forward_max_token_len_per_gpu, model.micro_batch_size_per_gpu)
         return self._sizes(reward_model_engine_settings(self._config), tokens, trains=False, response_share=0.0)
 
-    def _tokens(self, rows: int | None, is_dynamic: bool, budget: int) -> int:
+    def _tokens(self, is_dynamic: bool, budget: int, rows: int | None) -> int:
         """Return the tokens of the largest micro-batch of a process, at most those of a step."""
         config = self._config
         parts = sequence_parts(config.actor_rollout_ref.actor)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hybridrl import workers
 from hybridrl.algos.policy_losses import get_policy_loss
-from hybridrl.config.engines import ref_engine_settings
+from hybridrl.config.engines import log_prob_batching, ref_engine_settings, update_batching
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
@@ -227,14 +227,14 @@ class ActorRolloutRefWorker(WeightPushMixin):
         """
         more = ("sum_pi_squared",) if sum_pi_squared else ()
         outputs, routes = ("log_probs", "entropy", *more), {}
+        policy = self.config.actor_rollout_ref
+        micro = micro_batching(*log_prob_batching(policy.rollout))
         with self._trained():
-            if self.config.actor_rollout_ref.actor.router_replay.mode == "R2":
+            if policy.actor.router_replay.mode == "R2":
                 recorder = cast(base.RoutingEngine, self.actor)
-                out, routes[base.ROUTED_EXPERTS] = recorder.forward_with_routes(
-                    data, self._log_prob_micro(), outputs=outputs
-                )
+                out, routes[base.ROUTED_EXPERTS] = recorder.forward_with_routes(data, micro, outputs=outputs)
             else:
-                out = self.actor.forward(data, self._log_prob_micro(), outputs=outputs)
+                out = self.actor.forward(data, micro, outputs=outputs)
             ref = self._without_adapters(data) if reference else {}
         named = {"old_log_probs": out["log_probs"], "entropys": out["entropy"]} | ref
         columns = named | {name: out[name] for name in more}
@@ -262,6 +262,9 @@ class ActorRolloutRefWorker(WeightPushMixin):
         with cast(base.AdapterEngine, self.actor).adapters_off():
             out = self.actor.forward(data, self._ref_micro(), outputs=("log_probs",))
         return {"ref_log_prob": out["log_probs"]}
+
+    def _ref_micro(self) -> base.MicroBatching:
+        return micro_batching(*log_prob_batching(self.config.actor_rollout_ref.ref))
 
     @register(ENGINE_COMPUTE)
     def compute_teacher_log_prob(self, data: DataProto, teacher: str) -> DataProto:
@@ -298,9 +301,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
         """
         actor = self.config.actor_rollout_ref.actor
         correction = correction_plan(self.config.algorithm.rollout_correction)
-        micro = micro_batching(
-            actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
-        )
+        micro = micro_batching(*update_batching(actor))
         own = None if "old_log_probs" in data.batch.keys() else OwnLogProbs(data, epochs=actor.ppo_epochs)
 
         def make_loss(counts: GlobalCounts) -> base.LossFn:
@@ -339,34 +340,13 @@ class ActorRolloutRefWorker(WeightPushMixin):
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, directory: str) -> None:
         """Write the policy as Hugging Face safetensors with config and tokenizer, and verify names and values."""
-        with self._trained():
-            workers.export_hf(
-                self.actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank
-            )
-
-    def _ref_micro(self) -> base.MicroBatching:
-        ref = self.config.actor_rollout_ref.ref
-        return micro_batching(
-            ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
-        )
+        with self._trained() as actor:
+            workers.export_hf(actor.weights(), directory, model=self.config.actor_rollout_ref.model, rank=self.rank)
 
     @register(Dispatch.ONE_TO_ALL)
     def export_adapter(self, directory: str) -> None:
         """Write the policy's adapters in peft's format, and verify names and values."""
         model = self.config.actor_rollout_ref.model
-        with self._trained():
-            workers.export_adapter(
-                self.actor.weights(lora="unscaled_adapters"),
-                directory,
-                model=model,
-                lora=lora_of(model),
-                rank=self.rank,
-            )
-
-    def _log_prob_micro(self) -> base.MicroBatching:
-        rollout = self.config.actor_rollout_ref.rollout
-        return micro_batching(
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu,
-            rollout.log_prob_micro_batch_size_per_gpu,
-        )
+        with self._trained() as actor:
+            weights = actor.weights(lora="unscaled_adapters")
+            workers.export_adapter(weights, directory, model=model, lora=lora_of(model), rank=self.rank)

@@ -4,12 +4,12 @@ import torch
 
 from hybridrl.algos.aggregate import agg_loss
 from hybridrl.algos.value_losses import clipped_value_loss
-from hybridrl.config.engines import critic_engine_settings
+from hybridrl.config.engines import critic_engine_settings, update_batching
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.dispatch import Dispatch, register
-from hybridrl.workers.engine.base import Engine, LossFn, MicroBatching
+from hybridrl.workers.engine.base import Engine, LossFn
 from hybridrl.workers.engine_worker import TrainingWorker, engine_setup, make_engine, micro_batching
 from hybridrl.workers.losses import GlobalCounts
 from hybridrl.workers.mini_batch import ENGINE_COMPUTE, MINI_BATCH_COMPUTE
@@ -52,19 +52,20 @@ class CriticWorker(TrainingWorker):
     @register(ENGINE_COMPUTE)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values` (B, R) float32: the value of the state before each response token."""
+        micro = micro_batching(*update_batching(self.config.critic))
         with self._trained() as critic:
-            out = critic.forward(data, self._micro(), outputs=("values",))
+            out = critic.forward(data, micro, outputs=("values",))
         return DataProto.from_dict(tensors={"values": out["values"]})
 
     @register(MINI_BATCH_COMPUTE)
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on a batch with `values` and `returns`. Metrics as in `ActorRolloutRefWorker.update_actor`."""
-        cliprange = self.config.critic.cliprange_value
+        cliprange, micro = self.config.critic.cliprange_value, micro_batching(*update_batching(self.config.critic))
         with self._trained(optimizer=True) as critic:
             metrics = self._update(
                 critic,
                 data,
-                self._micro(),
+                micro,
                 make_loss=lambda counts: critic_loss(cliprange, counts),
                 outputs=("values",),
                 epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
@@ -75,12 +76,6 @@ class CriticWorker(TrainingWorker):
     @property
     def _offload(self) -> EngineSettings:
         return critic_engine_settings(self.config)
-
-    def _micro(self) -> MicroBatching:
-        critic = self.config.critic
-        return micro_batching(
-            critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
-        )
 
 
 def critic_loss(cliprange_value: float, counts: GlobalCounts) -> LossFn:
