@@ -66,12 +66,6 @@ DEVICES = {
     "h200": Device(989e12, 4.8e12, link=50e9),
     "a100": Device(312e12, 2.04e12),
 }
-MODELS = {
-    "qwen2.5-1.5b": Model(1.54e9, 28, 1536, 256),
-    "qwen2.5-7b": Model(7.62e9, 28, 3584, 512),
-    "qwen2.5-14b": Model(14.8e9, 48, 5120, 1024),
-    "qwen2.5-32b": Model(32.8e9, 64, 5120, 1024),
-}
 
 
 @dataclass(frozen=True)
