@@ -15,12 +15,11 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridrl.config.introspection import keys, value_at
+from hybridrl.config.introspection import keys, value_at, with_value
 from hybridrl.errors import GGUF_FOLDER, ConfigError
 from hybridrl.system.atomic_write import fsync_path
 from hybridrl.system.child_process import ChildProcess
@@ -48,9 +47,9 @@ def with_model_folders(config: Config) -> Config:
     for key in keys(schema):
         value = value_at(config, key)
         if key.endswith("model.path") and is_gguf(value):
-            config = _with_value(config, key.split("."), model_folder(value, key=key))
+            config = with_value(config, key, model_folder(value, key=key))
         elif key == TEACHERS:
-            config = _with_value(config, key.split("."), {name: _teacher(name, value[name]) for name in value})
+            config = with_value(config, key, {name: _teacher(name, value[name]) for name in value})
     return config
 
 
@@ -109,11 +108,6 @@ def _teacher(name: str, entry: Any) -> Any:
     if not isinstance(entry, dict) or not is_gguf(entry.get("model_path")):
         return entry
     return {**entry, "model_path": model_folder(entry["model_path"], key=f"{TEACHERS}.{name}.model_path")}
-
-
-def _with_value(config: Any, names: list[str], value: Any) -> Any:
-    head, *rest = names
-    return replace(config, **{head: _with_value(getattr(config, head), rest, value) if rest else value})
 
 
 def _check_start(file: Path, setting: str) -> None:

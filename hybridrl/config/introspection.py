@@ -7,8 +7,8 @@ It does not depend on Hydra or on particular keys.
 import functools
 import operator
 import re
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -80,6 +80,12 @@ def value_at(config: Any, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """Return a copy of the settings with this value of a key."""
+    head, _, rest = key.partition(".")
+    return replace(config, **{head: with_value(getattr(config, head), rest, value) if rest else value})
+
+
 def changed(config: Any, *names: str) -> dict[str, Any]:
     """Return key -> value of the settings with another value than their default.
 
@@ -113,6 +119,15 @@ def to_yaml(config: Any, *, hide_secrets: bool = False) -> str:
     """
     nested = without_secrets(to_dict(config)) if hide_secrets else to_dict(config)
     return yaml.dump(_escaped(nested), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LONG_LINES)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a nested mapping as (dotted key, value)."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def value_text(value: Any) -> str:

@@ -1,12 +1,13 @@
 """Settings of a job that fit into its devices, and other layouts of the same devices."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hybridrl import main_ppo
 from hybridrl.config.engines import SECTIONS
+from hybridrl.config.introspection import with_value
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 from hybridrl.planning.processes import Moment, PlannedProcess, ReadShape, plan_processes
@@ -124,15 +125,8 @@ def _is_accepted(config: PPOConfig) -> bool:
 def with_settings(config: Any, changes: Changes) -> Any:
     """Return settings with other values, by dotted names."""
     for name, value in changes.items():
-        config = _with_setting(config, name.split("."), value)
+        config = with_value(config, name, value)
     return config
-
-
-def _with_setting(section: Any, path: list[str], value: Any) -> Any:
-    first, *rest = path
-    new = _with_setting(getattr(section, first), rest, value) if rest else value
-    assert is_dataclass(section) and not isinstance(section, type)
-    return replace(section, **{first: new})
 
 
 def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, devices: Devices) -> dict[str, Any]:

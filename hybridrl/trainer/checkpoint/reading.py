@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
-from hybridrl.config.introspection import load_plain_yaml, value_text
+from hybridrl.config.introspection import flatten, load_plain_yaml, value_text
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.trainer.checkpoint.fingerprint import FINGERPRINT_KEY, run_fingerprint
@@ -214,17 +214,10 @@ def read_complete_state(path: str) -> dict[str, Any]:
 
 def changed_settings(path: str, config: PPOConfig | SupervisedConfig) -> list[str]:
     """Return "key old -> new" for every setting that differs from the checkpoint at `path`."""
-    old = _flat(read_settings(path))
-    new = _flat(yaml.safe_load(to_yaml(config, hide_secrets=True)))
+    old = dict(flatten(read_settings(path)))
+    new = dict(flatten(yaml.safe_load(to_yaml(config, hide_secrets=True))))
     keys = [key for key in [*new, *(key for key in old if key not in new)] if key not in RESUME_SETTINGS]
     return [f"{key} {_text(old, key)} -> {_text(new, key)}" for key in keys if _text(old, key) != _text(new, key)]
-
-
-def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in nested.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return flat
 
 
 def _text(settings: dict[str, Any], key: str) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, Self
 
 from hybridrl.config.plugs import TRACKERS
@@ -196,11 +195,7 @@ class JsonlTracker:
         self._file.close()
 
 
-PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-}  # logger -> package, which is also our extra
+PACKAGES = ("tensorboard", "wandb", "mlflow")  # of the loggers with these names, and our extras
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
@@ -232,34 +227,21 @@ def _fits_float(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a nested mapping as (dotted key, value)."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _tracker_class(name: str) -> Callable[[RunInfo], Tracker]:
     """Return the class of a logger.
 
     Raises ConfigError if it is unknown or its package is missing.
     """
     found = TRACKERS.lookup(name)
-    if name in PACKAGES:
-        _require(name, PACKAGES[name])
-    return found
-
-
-def _require(name: str, package: str) -> ModuleType:
     try:
-        return import_module(package)
+        if name in PACKAGES:
+            import_module(name)
     except ImportError as error:
-        hint = f"in the checkout: pip install -e '.[{package}]', or take {name} out of trainer.logger"
+        hint = f"in the checkout: pip install -e '.[{name}]', or take {name} out of trainer.logger"
         raise ConfigError(
-            f"trainer.logger has {name!r}, but the package {package} cannot be imported ({error}): {hint}"
+            f"trainer.logger has {name!r}, but the package {name} cannot be imported ({error}): {hint}"
         ) from error
+    return found
 
 
 def _keep_steps(path: Path, *, last: int) -> None:

@@ -6,7 +6,8 @@ import time
 import uuid
 from importlib import import_module
 
-from hybridrl.trainer.run.tracking import Metrics, RunInfo, flatten
+from hybridrl.config.introspection import flatten
+from hybridrl.trainer.run.tracking import Metrics, RunInfo
 
 
 class WandbTracker:

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from hybridrl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from hybridrl.config.introspection import keys, load_plain_yaml
+from hybridrl.config.introspection import flatten, keys, load_plain_yaml
 from hybridrl.driver.resume_command import FILE as COMMAND_FILE
 from hybridrl.trainer.checkpoint.store import CONFIG, STEP_NAME
-from hybridrl.trainer.run.tracking import SETTINGS_FILE, flatten
+from hybridrl.trainer.run.tracking import SETTINGS_FILE
 from hybridrl.view.readers.storage import Folder, parsed
 
 SCHEMAS: tuple[type, ...] = (PPOConfig, SFTConfig, DPOConfig, RMConfig)

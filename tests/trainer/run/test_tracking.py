@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
+from hybridrl.config.introspection import flatten
 from hybridrl.config.plugs import TRACKERS
 from hybridrl.errors import ConfigError
-from hybridrl.trainer.run.tracking import JsonlTracker, Tracking, flatten, read_metrics
+from hybridrl.trainer.run.tracking import JsonlTracker, Tracking, read_metrics
 
 CONFIG = {"trainer": {"seed": 1, "logger": ["jsonl"]}, "data": {}, "lr": 3e-4}
 
