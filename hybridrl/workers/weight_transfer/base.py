@@ -119,6 +119,20 @@ class Receiver(ABC):
         """Release what the receiver holds."""
 
 
+class StoredReceiver(Receiver):
+    """A rollout's side of a stored transport: the receipt says where the weights are."""
+
+    @abstractmethod
+    def tensors(self, sent: PushReceipt) -> Iterator[NamedTensor]:
+        """Yield the weights of a push."""
+
+    def receive(self, version: int, sent: PushReceipt | None) -> "IncomingWeights":
+        """See `Receiver.receive`."""
+        if sent is None:
+            raise ValueError(f"the weights of version {version} are stored; give the receipt of their push")
+        return IncomingWeights(self.tensors(sent), fingerprint=lambda: sent.fingerprint)
+
+
 class Transport(ABC):
     """One way for a push to travel; `actor_rollout_ref.rollout.weight_sync.transport` names it.
 

@@ -72,9 +72,6 @@ class BroadcastReceiver(StreamingReceiver):
             raise self._end.timeout_error("broadcast a bucket") from error
         return data
 
-    def _release(self) -> None:
-        pass  # the bytes are this process's own
-
     def close(self) -> None:
         self._group = self._buffer = None
 

@@ -62,17 +62,34 @@ class DiskSender(base.Sender):
             if number.isdigit() and int(number) < before:
                 fs.rm(path, recursive=True)
 
-    def close(self) -> None:
-        """Do nothing: files stay until `delete_older_than`."""
 
-
-class DiskReceiver(base.Receiver):
+class DiskReceiver(base.StoredReceiver):
     """A rollout's side; see `base.Receiver`."""
 
-    def receive(self, version: int, sent: base.PushReceipt | None) -> base.IncomingWeights:
-        if sent is None:
-            raise ValueError(f"version {version} is read from a directory; give the receipt of its push")
-        return receive(sent)
+    def tensors(self, sent: base.PushReceipt) -> Iterator[NamedTensor]:
+        """Yield the weights of a push.
+
+        Raises:
+            CheckpointError: The files are missing or belong to another push; the error names the directory.
+        """
+        from safetensors.torch import load
+
+        fs, folder = _open(sent.stored)
+        try:
+            manifest = json.loads(fs.cat_file(f"{folder}/{MANIFEST}"))
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{sent.stored} holds no {MANIFEST}: can all machines access {base.KEY}.directory?"
+            ) from error
+        if manifest["fingerprint"] != sent.fingerprint:
+            raise CheckpointError(
+                f"{sent.stored} holds other weights than were pushed: do two runs write to the same "
+                f"{base.KEY}.directory?"
+            )
+        for name in manifest["files"]:
+            named = load(fs.cat_file(f"{folder}/{name}")).items()
+            # A file keeps no order, but adapters must come before the weights that they change.
+            yield from sorted(named, key=lambda pair: not is_adapter(pair[0]))
 
 
 class DiskTransport(base.Transport):
@@ -91,16 +108,6 @@ class DiskTransport(base.Transport):
         return DiskReceiver()
 
 
-def receive(sent: base.PushReceipt) -> base.IncomingWeights:
-    """Return the weights of a push.
-
-    Raises:
-        CheckpointError: (while iterating) the files are missing or belong to another push; the error names the
-            directory.
-    """
-    return base.IncomingWeights(_tensors(sent), fingerprint=lambda: sent.fingerprint)
-
-
 def _open(directory: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
@@ -114,23 +121,3 @@ def _write(fs: Any, folder: str, number: int, bucket: Bucket) -> str:
     with fs.open(f"{folder}/{name}", "wb") as f:
         f.write(save(dict(unpack(bucket)), metadata={"format": "pt"}))
     return name
-
-
-def _tensors(sent: base.PushReceipt) -> Iterator[NamedTensor]:
-    from safetensors.torch import load
-
-    fs, folder = _open(sent.stored)
-    try:
-        manifest = json.loads(fs.cat_file(f"{folder}/{MANIFEST}"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{sent.stored} holds no {MANIFEST}: can all machines access {base.KEY}.directory?"
-        ) from error
-    if manifest["fingerprint"] != sent.fingerprint:
-        raise CheckpointError(
-            f"{sent.stored} holds other weights than were pushed: do two runs write to the same {base.KEY}.directory?"
-        )
-    for name in manifest["files"]:
-        named = load(fs.cat_file(f"{folder}/{name}")).items()
-        # A file keeps no order, but adapters must come before the weights that they change.
-        yield from sorted(named, key=lambda pair: not is_adapter(pair[0]))

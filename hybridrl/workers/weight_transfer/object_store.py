@@ -32,20 +32,29 @@ class ObjectStoreSender(base.Sender):
         stored = base.store_buckets(weights, num_bytes=self._bucket_bytes, store=_put)
         return base.PushReceipt(NAME, weights.fingerprint, weights.num_bytes, len(stored), stored)
 
-    def close(self) -> None:
-        """Do nothing: Ray frees the objects when their references are gone."""
 
-
-class ObjectStoreReceiver(base.Receiver):
+class ObjectStoreReceiver(base.StoredReceiver):
     """A rollout's side; see `base.Receiver`."""
 
     def __init__(self, *, timeout_s: float):
         self._timeout_s = timeout_s
 
-    def receive(self, version: int, sent: base.PushReceipt | None) -> base.IncomingWeights:
-        if sent is None:
-            raise ValueError(f"version {version} is in the object store; give the receipt of its push")
-        return receive(sent, timeout_s=self._timeout_s)
+    def tensors(self, sent: base.PushReceipt) -> Iterator[NamedTensor]:
+        """Yield the weights of a push.
+
+        Raises:
+            CallTimeout: A bucket was late.
+            WorkerLost: The sender died, and a bucket with it.
+        """
+        for entries, reference in sent.stored:
+            try:
+                (array,) = wait_all([reference], role="actor", method="send_weights", timeout_s=self._timeout_s)
+            except ObjectLost as error:
+                raise WorkerLost(
+                    "actor", 0, "send_weights", f"its weights in the object store were lost with it ({error})"
+                ) from error
+            # By DLPack, because other conversions warn about read-only memory. Engines only read it.
+            yield from unpack(Bucket(entries, torch.from_dlpack(np.asarray(array))))
 
 
 class ObjectStoreTransport(base.Transport):
@@ -62,29 +71,7 @@ class ObjectStoreTransport(base.Transport):
         return ObjectStoreReceiver(timeout_s=setup.timeout_s)
 
 
-def receive(sent: base.PushReceipt, *, timeout_s: float) -> base.IncomingWeights:
-    """Return the weights of a push.
-
-    Raises:
-        CallTimeout: (while iterating) a bucket was late.
-        WorkerLost: (while iterating) the sender died, and a bucket with it.
-    """
-    return base.IncomingWeights(_tensors(sent, timeout_s), fingerprint=lambda: sent.fingerprint)
-
-
 def _put(number: int, bucket: Bucket) -> tuple:
     import ray
 
     return bucket.entries, ray.put(bucket.data.numpy())
-
-
-def _tensors(sent: base.PushReceipt, timeout_s: float) -> Iterator[NamedTensor]:
-    for entries, reference in sent.stored:
-        try:
-            (array,) = wait_all([reference], role="actor", method="send_weights", timeout_s=timeout_s)
-        except ObjectLost as error:
-            raise WorkerLost(
-                "actor", 0, "send_weights", f"its weights in the object store were lost with it ({error})"
-            ) from error
-        # By DLPack, because other conversions warn about read-only memory. Engines only read it.
-        yield from unpack(Bucket(entries, torch.from_dlpack(np.asarray(array))))

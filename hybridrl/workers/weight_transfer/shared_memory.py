@@ -15,7 +15,6 @@ import torch
 from hybridrl.config.capabilities import TransportCapabilities
 from hybridrl.errors import ConfigError
 from hybridrl.workers.weight_transfer.base import KEY, ReceiverSetup, SenderSetup, Transport
-from hybridrl.workers.weight_transfer.buckets import Bucket
 from hybridrl.workers.weight_transfer.channel import ChannelAddress, PeerLocation
 from hybridrl.workers.weight_transfer.streaming import NUM_SLOTS, StreamingReceiver, StreamingSender, own_location
 
@@ -46,9 +45,6 @@ class SharedMemorySender(StreamingSender):
             torch.cuda.synchronize()
         return {"slot": slot, "memory": memory.handle}
 
-    def _transmit(self, slot: int, bucket: Bucket) -> None:
-        pass  # the bytes are in shared memory already
-
     def close(self) -> None:
         self._slots = (None,) * NUM_SLOTS
 
@@ -59,9 +55,6 @@ class SharedMemoryReceiver(StreamingReceiver):
     def __init__(self, address: ChannelAddress, *, rank: int, device: str):
         super().__init__(address, rank=rank, device=device)
         self._mapped: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
-
-    def _prepare(self, accepted: dict[str, Any]) -> None:
-        pass
 
     def _fetch(self, message: dict[str, Any]) -> torch.Tensor:
         slot, handle = message["slot"], message["memory"]

@@ -49,7 +49,6 @@ class StreamingSender(Sender):
     def _publish(self, slot: int) -> dict[str, Any]:
         """Return the transport's part of the announcement of a full slot."""
 
-    @abstractmethod
     def _transmit(self, slot: int, bucket: buckets.Bucket) -> None:
         """Start to move the bytes, if the transport has to. The bucket has been announced."""
 
@@ -81,10 +80,6 @@ class StreamingSender(Sender):
             raise
         return PushReceipt(self.address.transport, weights.fingerprint, weights.num_bytes, number)
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the slots."""
-
 
 class StreamingReceiver(Receiver):
     """A rollout's side. rank: of this process among the receivers. device: where it computes."""
@@ -92,7 +87,6 @@ class StreamingReceiver(Receiver):
     def __init__(self, address: ChannelAddress, *, rank: int, device: str):
         self._end, self._device = ReceiverEnd(address, rank=rank), device
 
-    @abstractmethod
     def _prepare(self, accepted: dict[str, Any]) -> None:
         """Prepare for a push; `accepted` is the sender's `_rendezvous` message."""
 
@@ -100,7 +94,6 @@ class StreamingReceiver(Receiver):
     def _fetch(self, message: dict[str, Any]) -> torch.Tensor:
         """Return a bucket's bytes (n,) uint8, valid until the next one."""
 
-    @abstractmethod
     def _release(self) -> None:
         """Make sure that the yielded tensors have been read; the sender may overwrite them afterwards."""
 
@@ -123,10 +116,6 @@ class StreamingReceiver(Receiver):
                 self._release()
             self._end.report_received(number)
             number += 1
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what the receiver holds."""
 
 
 def own_location(device: str) -> PeerLocation:

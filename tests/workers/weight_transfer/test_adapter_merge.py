@@ -11,7 +11,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import LoRA
 from hybridrl.workers.rollout import HFRollout, RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.weight_transfer import OutgoingWeights
-from hybridrl.workers.weight_transfer.disk import DiskSender, receive
+from hybridrl.workers.weight_transfer.disk import DiskReceiver, DiskSender
 from tests.support.workers.engine_cases import (
     PROMPT,
     RESPONSE,
@@ -178,7 +178,7 @@ def test_adapters_arrive_before_their_weights_although_files_keep_no_order(path,
     for version, lora in enumerate(("base_and_adapters", "adapters", "adapters")):
         train_adapters(actor)
         sent = sender.send(version, OutgoingWeights(actor.weights(lora=lora), torch.float32))
-        incoming = receive(sent)
+        incoming = DiskReceiver().receive(version, sent)
         rollout.load_weights(version, incoming, sent=incoming.fingerprint, adapters=lora == "adapters")
         assert rollout.health().received == sent.fingerprint
     fingerprint = rollout.health().fingerprint

@@ -11,7 +11,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import HFRollout, RolloutSetup, SamplingParams
 from hybridrl.workers.weight_transfer import OutgoingWeights
 from hybridrl.workers.weight_transfer.buckets import fill_buckets, unpack
-from hybridrl.workers.weight_transfer.disk import DiskSender, receive
+from hybridrl.workers.weight_transfer.disk import DiskReceiver, DiskSender
 from hybridrl.workers.weight_transfer.quantize import (
     GRIDS,
     MIN_SCALE,
@@ -155,7 +155,7 @@ def test_a_rollout_generates_with_what_the_sender_quantised(path, tmp_path, grid
     model, rollout = plain_model(path), rollout_of(path, grid, dtype)
     sent = OutgoingWeights(quantized_weights(own_weights(model), GRIDS[grid]), rollout.setup.dtype)
     receipt = DiskSender(str(tmp_path), bucket_bytes=20_000).send(1, sent)
-    incoming = receive(receipt)
+    incoming = DiskReceiver().receive(1, receipt)
     health = rollout.load_weights(1, incoming, sent=incoming.fingerprint)
     assert health.version == 1 and health.received == receipt.fingerprint == rollout.health().received
     changed = 0

@@ -234,10 +234,10 @@ def test_a_directory_keeps_the_last_version_and_errors_name_what_is_wrong(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["version_11"]
     assert sorted(path.suffix for path in (tmp_path / "version_11").iterdir())[0] == ".json"
     with pytest.raises(CheckpointError, match="version_9 holds no manifest.json"):
-        list(disk.receive(sent[9]))
+        list(disk.DiskReceiver().tensors(sent[9]))
     sender.send(11, OutgoingWeights(model_like(12), torch.float32))
     with pytest.raises(CheckpointError, match="do two runs write to the same"):
-        list(disk.receive(sent[11]))
+        list(disk.DiskReceiver().tensors(sent[11]))
 
 
 def test_a_bucket_is_no_larger_than_requested_and_nothing_is_lost():
