@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hybridrl.config.fields import MAX_NODES, MAX_SEED, MAX_SLOTS, section, setting
 from hybridrl.config.schema.data import FILES, ImageDataConfig
 from hybridrl.config.schema.ppo import CustomRewardConfig
+from hybridrl.config.schema.rollout import GeneratorConfig
 
 
 @dataclass(frozen=True)
@@ -47,28 +48,15 @@ class GenerationModelConfig:
 
 
 @dataclass(frozen=True)
-class GenerationRolloutConfig:
-    name: str = setting(
-        "vllm",
-        "Generation engine: vllm, hf, or a class of your own, as package.module:Name or path/to/file.py:Name.",
-    )
+class GenerationRolloutConfig(GeneratorConfig):
     temperature: float = setting(1.0, "Softmax temperature; 0 is greedy.", ge=0)
     top_k: int = setting(-1, "Keep the k most likely tokens; -1 is off.", ge=-1)
     top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability mass.", gt=0, le=1)
     do_sample: bool = setting(True, "Sample; false is greedy.")
     prompt_length: int = setting(512, "Longest prompt in tokens.", gt=0)
     response_length: int = setting(512, "Longest response in tokens.", gt=0)
-    dtype: str = setting(
-        "auto",
-        "Dtype of generation; auto is bfloat16 on CUDA, float32 on CPU.",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
-    max_num_seqs: int = setting(1024, "Sequences generated at the same time per process.", ge=1)
-    max_num_batched_tokens: int = setting(8192, "Tokens of one vLLM engine step.", ge=1)
-    gpu_memory_utilization: float = setting(0.5, "Share of device memory for vLLM (CUDA).", gt=0, le=1)
     kv_cache_memory_mb: int = setting(512, "Memory of vLLM's KV cache in MB (CPU).", gt=0)
     tensor_model_parallel_size: int = setting(1, "Devices of one engine; this program uses one each.", ge=1, le=1)
-    enforce_eager: bool = setting(True, "Do not capture CUDA graphs.")
 
 
 @dataclass(frozen=True)

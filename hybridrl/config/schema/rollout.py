@@ -98,11 +98,26 @@ class MultiTurnConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class GeneratorConfig:
+    """The generation engine, of a run and of `main_generation`."""
+
     name: str = setting(
         "vllm",
         "Generation engine: vllm, hf, or a class of your own, as package.module:Name or path/to/file.py:Name.",
     )
+    dtype: str = setting(
+        "auto",
+        "Dtype of generation; auto is bfloat16 on CUDA, float32 on CPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_num_seqs: int = setting(1024, "Sequences generated at the same time per process.", ge=1)
+    max_num_batched_tokens: int = setting(8192, "Tokens of one vLLM engine step.", ge=1)
+    gpu_memory_utilization: float = setting(0.5, "Share of device memory for vLLM (CUDA).", gt=0, le=1)
+    enforce_eager: bool = setting(True, "Do not capture CUDA graphs.")
+
+
+@dataclass(frozen=True)
+class RolloutConfig(GeneratorConfig):
     mode: str = setting(
         "sync",
         "One batched call per step; async: requests through agent loops and a router.",
@@ -132,11 +147,6 @@ class RolloutConfig:
         [], "Tokens that end a response in addition to the model's own, also with ignore_eos.", ge=0
     )
     ignore_eos: bool = setting(False, "Continue to generate after the end-of-sequence token.")
-    dtype: str = setting(
-        "auto",
-        "Dtype of generation; auto is bfloat16 on CUDA, float32 on CPU.",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
     quantization: str | None = setting(
         None,
         "Generate with weights of one byte per value (fp8: e4m3) and a scale per block of 128 x 128; null: as trained.",
@@ -148,14 +158,10 @@ class RolloutConfig:
     enable_rollout_routing_replay: bool = setting(
         False, "Return the experts of every token (column routed_experts), which router_replay.mode=R3 needs."
     )
-    max_num_seqs: int = setting(1024, "Sequences generated at the same time per process.", ge=1)
-    max_num_batched_tokens: int = setting(8192, "Tokens of one vLLM engine step.", ge=1)
-    gpu_memory_utilization: float = setting(0.5, "Share of device memory for vLLM (CUDA).", gt=0, le=1)
     kv_cache_memory_mb: int = setting(128, "Memory of vLLM's KV cache in MB (CPU).", gt=0)
     tensor_model_parallel_size: int = setting(
         1, "Worker processes that share one generation engine (vLLM, on one machine).", ge=1
     )
-    enforce_eager: bool = setting(True, "Do not capture CUDA graphs.")
     engine_kwargs: dict = setting(
         {},
         "Further arguments of vLLM's engine, also as engine_kwargs.vllm.KEY, or of a rollout of your own.",
