@@ -4,7 +4,7 @@ Used by the datasets of PPO and SFT, in the driver.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,6 +89,27 @@ def render(
         render(tokenizer, [conversation], partial(lambda row, _: location(row), i), **kwargs)
     raise DataError(
         f"{location(0)} and {len(conversations) - 1} rows after it: the chat template fails on them, but on none alone"
+    )
+
+
+def overlong_error(
+    lengths: Sequence[int], limit: int, location: Callable[[int], str], *, what: str, key: str, way_out: str
+) -> DataError:
+    """Return the error about rows of more tokens than a setting allows; at least one row is such.
+
+    Args:
+        lengths: Tokens of every row.
+        limit: What `key` allows.
+        location: Returns file and row of a row.
+        what: A row, such as "a prompt".
+        key: The setting.
+        way_out: What else to do than to raise it.
+    """
+    too_long = [row for row, length in enumerate(lengths) if length > limit]
+    first = too_long[0]
+    return DataError(
+        f"{location(first)}: {what} of {lengths[first]} tokens is longer than {key}={limit} ({len(too_long)} of "
+        f"{len(lengths)} are, the longest has {max(lengths)}); raise {key}, or {way_out}"
     )
 
 

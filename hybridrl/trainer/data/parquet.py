@@ -7,7 +7,7 @@ Used by the datasets of PPO and SFT, in the driver.
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,12 @@ class ParquetRows:
         for file, table in zip(self.files, self._tables, strict=True):
             if column not in table.column_names:
                 raise DataError(f"{file} has no column {column!r} ({key}); it has {', '.join(table.column_names)}")
+
+    def require_left(self, rows: Sequence[int], *, what: str, num_rows: int, limit: str) -> None:
+        """Raise DataError if none of `num_rows` rows is left within a limit, given as `key=value`."""
+        if not rows:
+            hint = f"raise {limit}" if num_rows else "give files with rows"
+            raise DataError(f"no {what} are left of {num_rows} rows in {', '.join(self.files)}; {hint}")
 
     def require_mappings(self, column: str) -> None:
         """Raise DataError if a file has `column` with something else than mappings with fixed keys."""

@@ -21,7 +21,14 @@ from hybridrl.errors import ConfigError, DataError
 from hybridrl.import_path import load_object
 from hybridrl.protocol import DataProto
 from hybridrl.trainer import data as data_room
-from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, reject_json_text, render, truncate
+from hybridrl.trainer.data.chat_template import (
+    TOKENIZE_ROWS,
+    check_messages,
+    overlong_error,
+    reject_json_text,
+    render,
+    truncate,
+)
 from hybridrl.trainer.data.epoch_sampler import EpochSampler
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_loader import NoPrompts, PromptLoader
@@ -70,9 +77,8 @@ class RLHFDataset:
         self._reject_missing_truths(num_rows)
         self._tokens = self._tokenize(num_rows)
         self._rows_in_use = self._fitting_rows()
-        if not self._rows_in_use:
-            hint = f"raise data.max_prompt_length={config.max_prompt_length}" if num_rows else "give files with rows"
-            raise DataError(f"no prompts are left of {num_rows} rows in {', '.join(self._rows.files)}; {hint}")
+        limit = f"data.max_prompt_length={config.max_prompt_length}"
+        self._rows.require_left(self._rows_in_use, what="prompts", num_rows=num_rows, limit=limit)
 
     def __len__(self) -> int:
         return len(self._rows_in_use)
@@ -171,13 +177,10 @@ class RLHFDataset:
         self._images.check(row, tokens)
         return tokens
 
-    def _length(self, row: int) -> int:
-        """Return the tokens of a row, those of its images included."""
-        return len(self._tokens[row]) + self._images.more_tokens(row)
-
     def _fitting_rows(self) -> list[int]:
         limit = self.config.max_prompt_length
-        too_long = [row for row in range(len(self._tokens)) if self._length(row) > limit]
+        lengths = [len(tokens) + self._images.more_tokens(row) for row, tokens in enumerate(self._tokens)]
+        too_long = [row for row, length in enumerate(lengths) if length > limit]
         if self.config.filter_overlong_prompts:
             dropped, total = set(too_long), len(self._tokens)
             logger.info(
@@ -188,20 +191,13 @@ class RLHFDataset:
             )
             return [row for row in range(total) if row not in dropped]
         if too_long and self.config.truncation == "error":
-            self._reject_overlong(too_long)
+            way_out = "set data.filter_overlong_prompts=true, or data.truncation to left, right or middle"
+            raise overlong_error(
+                lengths, limit, self._rows.location, what="a prompt", key="data.max_prompt_length", way_out=way_out
+            )
         for row in self._images.rows_with_images() & set(too_long):
-            data_room.check_tokens(self._length(row), limit, self._rows.location(row))
+            data_room.check_tokens(lengths[row], limit, self._rows.location(row))
         return list(range(len(self._tokens)))
-
-    def _reject_overlong(self, rows: list[int]) -> None:
-        limit, first, longest = self.config.max_prompt_length, rows[0], max(map(self._length, rows))
-        raise DataError(
-            f"{self._rows.location(first)}: a prompt of {self._length(first)} tokens is longer than "
-            f"data.max_prompt_length={limit}"
-            f" ({len(rows)} of {len(self._tokens)} are, the longest has {longest});"
-            " raise data.max_prompt_length, or set data.filter_overlong_prompts=true, or data.truncation "
-            "to left, right or middle"
-        )
 
 
 def as_messages(prompt: Any, location: str) -> list[dict]:

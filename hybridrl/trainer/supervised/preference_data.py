@@ -19,10 +19,11 @@ from hybridrl.config.schema.preference import DPODataConfig, PairDataConfig
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer import data as data_room
-from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render
+from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, overlong_error, render
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import as_messages
 from hybridrl.trainer.data.sequences import collate_sequences, end_of_turn
+from hybridrl.trainer.data.tokenizer import pad_token_id
 
 logger = logging.getLogger(__name__)
 Tokens = tuple[np.ndarray, np.ndarray]  # prompt and response, each (length,) int32
@@ -94,9 +95,8 @@ class PreferenceDataset:
 
     def collate(self, rows: list[dict]) -> DataProto:
         """Return `collate_sequences` of all sequences, row by row."""
-        pad = self.tokenizer.pad_token_id
         sequences = [sequence for row in rows for sequence in row["sequences"]]
-        return collate_sequences(sequences, self.tokenizer.eos_token_id if pad is None else pad)
+        return collate_sequences(sequences, pad_token_id(self.tokenizer))
 
     def column(self, key: str) -> Iterator[tuple[int, Any]]:
         """Yield (row, value) of the column that the setting `key` names."""
@@ -162,18 +162,12 @@ class PreferenceDataset:
         ]
         too_long = [row for row in range(total) if lengths[row] > limit]
         if too_long and self.config.truncation == "error":
-            raise self.error(
-                too_long[0],
-                f"a prompt with its response of {lengths[too_long[0]]} tokens is longer than data.max_length={limit} "
-                f"({len(too_long)} of {total} rows are, the longest has {max(lengths)}); raise data.max_length, or "
-                "leave such rows out with data.truncation=filter",
-            )
+            what, way_out = "a prompt with its response", "leave such rows out with data.truncation=filter"
+            raise overlong_error(lengths, limit, self._rows.location, what=what, key="data.max_length", way_out=way_out)
         if too_long:
             logger.info("left out %d of %d rows, which are longer than data.max_length=%d", len(too_long), total, limit)
         selected = [row for row in range(total) if lengths[row] <= limit and row not in self._blank]
-        if not selected:
-            hint = f"raise data.max_length={limit}" if total else "give files with rows"
-            raise DataError(f"no rows are left of {total} in {', '.join(self._rows.files)}; {hint}")
+        self._rows.require_left(selected, what="rows", num_rows=total, limit=f"data.max_length={limit}")
         return selected
 
 

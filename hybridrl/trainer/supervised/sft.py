@@ -23,10 +23,11 @@ from hybridrl.errors import DataError
 from hybridrl.framework.stage import Stage
 from hybridrl.protocol import DataProto
 from hybridrl.trainer import data as data_room
-from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, render, truncate
+from hybridrl.trainer.data.chat_template import TOKENIZE_ROWS, check_messages, overlong_error, render, truncate
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_loader import PromptLoader
 from hybridrl.trainer.data.sequences import collate_sequences, end_of_turn
+from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.supervised.supervised_trainer import MODEL_INPUT, SupervisedTrainer
 from hybridrl.workers import images
 
@@ -71,11 +72,8 @@ class SFTDataset:
         for start, column in self._rows.values(config.messages_key, batch=TOKENIZE_ROWS, limit=num_rows):
             self._tokenize(start, column)
         self._selected_rows = self._select_rows()
-        if not self._selected_rows:
-            hint = f"raise data.max_length={config.max_length}" if len(self._rows) else "give files with rows"
-            raise DataError(
-                f"no conversations are left of {len(self._rows)} rows in {', '.join(self._rows.files)}; {hint}"
-            )
+        limit, total = f"data.max_length={config.max_length}", len(self._rows)
+        self._rows.require_left(self._selected_rows, what="conversations", num_rows=total, limit=limit)
 
     def __len__(self) -> int:
         return len(self._selected_rows)
@@ -94,8 +92,7 @@ class SFTDataset:
 
     def collate(self, rows: list[dict]) -> DataProto:
         """Return `collate_sequences` of the rows, padded with the tokenizer's padding or end-of-sequence token."""
-        pad = self.tokenizer.pad_token_id
-        return collate_sequences(rows, self.tokenizer.eos_token_id if pad is None else pad)
+        return collate_sequences(rows, pad_token_id(self.tokenizer))
 
     def _cut(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(truncate(values, self.config.max_length, self.config.truncation).astype(np.int64))
@@ -120,9 +117,13 @@ class SFTDataset:
 
     def _select_rows(self) -> list[int]:
         limit, truncation = self.config.max_length, self.config.truncation
-        too_long = [row for row in range(len(self._tokens)) if self._length(row) > limit]
+        lengths = [len(tokens) + self._images.more_tokens(row) for row, tokens in enumerate(self._tokens)]
+        too_long = [row for row, length in enumerate(lengths) if length > limit]
         if too_long and truncation == "error":
-            self._raise_too_long(too_long)
+            way_out = "set data.truncation to left, right or filter"
+            raise overlong_error(
+                lengths, limit, self._rows.location, what="a conversation", key="data.max_length", way_out=way_out
+            )
         if truncation == "filter":
             dropped, total = set(too_long), len(self._tokens)
             logger.info(
@@ -130,7 +131,7 @@ class SFTDataset:
             )
             return [row for row in range(total) if row not in dropped]
         for row in self._images.rows_with_images() & set(too_long):
-            data_room.check_tokens(self._length(row), limit, self._rows.location(row), key="data.max_length")
+            data_room.check_tokens(lengths[row], limit, self._rows.location(row), key="data.max_length")
         num_untrained = sum(not truncate(self._masks[row], limit, truncation).any() for row in too_long)
         if num_untrained:
             logger.warning(
@@ -141,19 +142,6 @@ class SFTDataset:
                 limit,
             )
         return list(range(len(self._tokens)))
-
-    def _length(self, row: int) -> int:
-        """Return the tokens of a row, those of its images included."""
-        return len(self._tokens[row]) + self._images.more_tokens(row)
-
-    def _raise_too_long(self, rows: list[int]) -> None:
-        first, longest = rows[0], max(map(self._length, rows))
-        raise DataError(
-            f"{self._rows.location(first)}: a conversation of {self._length(first)} tokens is longer than"
-            f" data.max_length={self.config.max_length} ({len(rows)} of {len(self._tokens)} are, the "
-            f"longest has {longest});"
-            " raise data.max_length, or set data.truncation to left, right or filter"
-        )
 
 
 def assistant_mask_from_markers(
