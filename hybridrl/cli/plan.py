@@ -19,7 +19,7 @@ from hybridrl.planning.machine import copy_bandwidth, product_speed, this_machin
 from hybridrl.planning.processes import Moment, PlannedProcess
 from hybridrl.trainer import ppo
 from hybridrl.trainer.data.tokenizer import load_tokenizer
-from hybridrl.trainer.ppo.stages import StepSettings, computes_old_log_probs
+from hybridrl.trainer.ppo.step_settings import StepSettings, computes_old_log_probs
 from hybridrl.workers.engine.hf_model import TEXT_ONLY, choose_tower, reads_images
 from hybridrl.workers.engine.image_model import num_tower_params
 from hybridrl.workers.engine.memory_plan import MemoryParts

@@ -13,7 +13,7 @@ import torch
 from hybridrl.algos.rollout_correction import mismatch_stats
 from hybridrl.config.schema.rollout_correction import RolloutCorrectionConfig, correction_plan
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.off_policy import apply_rollout_correction
+from hybridrl.trainer.ppo.sampling.off_policy import apply_rollout_correction
 
 STORED = json.loads((Path(__file__).parent / "data" / "verl_rollout_correction.json").read_text())
 OTHERWISE = {"rollout_is_max": "rollout_is_raw_max", "rollout_is_min": "rollout_is_raw_min"}

@@ -12,6 +12,6 @@ from .policy.cross_process_sync import CrossProcessWeightSync as CrossProcessWei
 from .sampling.branches import add_branch_rows as add_branch_rows
 from .sampling.group_filter import GroupFilter as GroupFilter
 from .sampling.tail_batching import TailPrompts as TailPrompts
-from .stages import uses_critic as uses_critic
-from .stages import uses_reference as uses_reference
+from .step_settings import uses_critic as uses_critic
+from .step_settings import uses_reference as uses_reference
 from .token_record import record_tokens as record_tokens

@@ -18,7 +18,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.framework.stage import Stage
-from hybridrl.trainer.ppo.stages import (
+from hybridrl.trainer.ppo.step_settings import (
     StepSettings,
     compares_log_probs,
     has_old_log_probs,

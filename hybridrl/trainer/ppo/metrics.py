@@ -21,7 +21,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.errors import DataError
 from hybridrl.framework.context import OnlineRLContext
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.stages import uses_critic
+from hybridrl.trainer.ppo.step_settings import uses_critic
 from hybridrl.trainer.ppo.update_batch import training_rows
 from hybridrl.trainer.utilization import SequenceRows, Utilization
 

@@ -26,15 +26,15 @@ from hybridrl.trainer.data.prompt_dataset import collate_fn, load_prompt_data
 from hybridrl.trainer.data.prompt_loader import StepPrompts
 from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.ppo import rewards, stages
+from hybridrl.trainer.ppo import advantages, rewards, step_settings
 from hybridrl.trainer.ppo.columns import COLUMNS, MODEL_INPUT
 from hybridrl.trainer.ppo.metrics import global_seqlen_metrics
-from hybridrl.trainer.ppo.off_policy import staleness_metrics
 from hybridrl.trainer.ppo.policy.generator import Generator
 from hybridrl.trainer.ppo.policy.parity_gate import make_parity_gate
 from hybridrl.trainer.ppo.policy.policy_workers import image_processor, make_policy_workers
 from hybridrl.trainer.ppo.policy.remote_evaluator import RemoteEvaluator
 from hybridrl.trainer.ppo.policy.rollout_pipeline import BatchedGenerator, RolloutPipeline
+from hybridrl.trainer.ppo.sampling.off_policy import staleness_metrics
 from hybridrl.trainer.ppo.sampling.replay_buffer import ReplayBuffer
 from hybridrl.trainer.ppo.update_batch import call_balanced, num_optimizer_steps, select_columns
 from hybridrl.trainer.ppo.validation import validate, validate_on_evaluator
@@ -104,7 +104,7 @@ class PPOLoop(Trainer):
             recovery.load_surviving_state(run_name, lifecycle) if lifecycle.is_supervised else ResumeState(run_name)
         )
         middleware = load_middleware(config.trainer.middleware)
-        stages.check_roles(
+        step_settings.check_roles(
             config, set(role_worker_mapping), has_reward=reward_fn is not None, has_agent_loops=agent_loops is not None
         )
         self.collate = functools.partial(collate_fn, pad_token_id=pad_token_id(tokenizer))
@@ -135,8 +135,8 @@ class PPOLoop(Trainer):
         self.middleware = middleware
         self.prompts = self._tail_prompts() if defers else StepPrompts(train_loader, seed=config.trainer.seed)
         self.replay_buffer = self._make_replay_buffer() if config.trainer.replay.groups else None
-        self.group_filter = self._make_group_filter() if stages.filters_groups(config) else None
-        self.kl_ctrl = rewards.make_kl_controller(config.algorithm.kl_ctrl)
+        self.group_filter = self._make_group_filter() if step_settings.filters_groups(config) else None
+        self.kl_ctrl = advantages.make_kl_controller(config.algorithm.kl_ctrl)
         self.reward_moments = algos.reward_moments.RewardMoments() if config.algorithm.normalize_reward else None
         self.reward_guard = rewards.NoRewardGuard()
         self.no_signal = rewards.NoSignalWarning()
@@ -207,19 +207,20 @@ class PPOLoop(Trainer):
 
         Omits `gen` when responses and trained rows differ, because its FLOPs are then unknown.
         """
-        config, policy, on = self.config, self.config.actor_rollout_ref, stages.stage_roles(self.roles)
+        config, policy, on = self.config, self.config.actor_rollout_ref, step_settings.stage_roles(self.roles)
         actor, trust = engine_settings(policy.actor).dtype, policy.model.trust_remote_code
         model = ModelFlops.read(
             policy.model.path, override_config=policy.model.override_config, trust_remote_code=trust
         )
-        with_reference = stages.scores_reference_with_actor(stages.StepSettings(config, self.roles, type(self)))
+        settings = step_settings.StepSettings(config, self.roles, type(self))
+        with_reference = step_settings.scores_reference_with_actor(settings)
         epochs, update = policy.actor.ppo_epochs, ADAPTER_UPDATE if policy.model.uses_lora else UPDATE
         uses = {
             "old_log_prob": ModelUse(str(on.actor), model, actor, times=1 + with_reference),
             "ref": ModelUse(str(on.reference), model, actor),
             "update_actor": ModelUse(str(on.actor), model, actor, update, times=epochs),
         }
-        if stages.trains_what_it_generates(config):
+        if step_settings.trains_what_it_generates(config):
             uses["gen"] = ModelUse(str(on.rollout), model, policy.rollout.dtype)
         return uses | (self._critic_uses(on.critic, times=epochs) if Role.Critic in self.roles else {})
 
@@ -251,7 +252,7 @@ class PPOLoop(Trainer):
         trainer = self.config.trainer
         if trainer.backend != "ray" or not trainer.snapshot_freq:
             return 0
-        return max(trainer.snapshot_freq, stages.rollout_lag(self.config))
+        return max(trainer.snapshot_freq, step_settings.rollout_lag(self.config))
 
     def device_slots(self) -> DeviceSlots | None:
         """Return role -> device slots if work that was submitted runs beside other stages, else None."""
@@ -341,7 +342,7 @@ class PPOLoop(Trainer):
     def _make_replay_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(
             self.config.trainer.replay,
-            n=stages.samples_per_group(self.config),
+            n=step_settings.samples_per_group(self.config),
             staleness=self.config.trainer.staleness or 0,
             pad_token_id=pad_token_id(self.tokenizer),
         )
@@ -351,13 +352,14 @@ class PPOLoop(Trainer):
             self.config.algorithm.filter_groups,
             n=self.config.actor_rollout_ref.rollout.n,
             batch_size=self.config.data.train_batch_size,
-            max_age=stages.max_sample_age(self.config),
+            max_age=step_settings.max_sample_age(self.config),
             pad_token_id=pad_token_id(self.tokenizer),
         )
 
     def _sample_metrics(self, batch: DataProto) -> dict[str, float]:
         """Return ages and lengths of the samples that the step trains on."""
-        metrics = staleness_metrics(batch, version=self.global_steps - 1) if stages.max_sample_age(self.config) else {}
+        version, may_be_old = self.global_steps - 1, step_settings.max_sample_age(self.config) > 0
+        metrics = staleness_metrics(batch, version=version) if may_be_old else {}
         if self.config.trainer.balance_batch:
             lengths = batch.batch["attention_mask"].sum(-1).tolist()
             parts = balanced_partition(lengths, self._num_dp(self.policy.actor.world_size))

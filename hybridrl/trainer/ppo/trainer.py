@@ -44,18 +44,13 @@ from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.data.tokenizer import pad_token_id
 from hybridrl.trainer.ppo import columns as c
+from hybridrl.trainer.ppo.advantages import add_advantages, add_token_rewards
 from hybridrl.trainer.ppo.metrics import log_prob_metrics, metrics_of_update, reward_extra_metrics, step_metrics
-from hybridrl.trainer.ppo.off_policy import apply_rollout_correction, staleness_metrics
 from hybridrl.trainer.ppo.ppo_loop import PPOLoop
-from hybridrl.trainer.ppo.rewards import (
-    RewardFn,
-    add_advantages,
-    add_token_rewards,
-    apply_agent_results,
-    score_batch,
-)
+from hybridrl.trainer.ppo.rewards import RewardFn, apply_agent_results, score_batch
 from hybridrl.trainer.ppo.sampling.group_metrics import group_metrics
-from hybridrl.trainer.ppo.stages import (
+from hybridrl.trainer.ppo.sampling.off_policy import apply_rollout_correction, staleness_metrics
+from hybridrl.trainer.ppo.step_settings import (
     StepSettings,
     bypasses_old_log_prob,
     computes_old_log_probs,

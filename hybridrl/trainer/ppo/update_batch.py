@@ -24,8 +24,8 @@ from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.data.seeds import Purpose, call_seed
 from hybridrl.trainer.ppo.columns import EPISODE, OLD_LOG_PROBS, ROLLOUT_RS_MASK, ROUTED_EXPERTS
-from hybridrl.trainer.ppo.off_policy import fresh_mask
-from hybridrl.trainer.ppo.stages import max_token_age, samples_per_group
+from hybridrl.trainer.ppo.sampling.off_policy import fresh_mask
+from hybridrl.trainer.ppo.step_settings import max_token_age, samples_per_group
 from hybridrl.trainer.roles import Role
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from hybridrl.config import PPOConfig, load_config
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import worker_classes
 from hybridrl.trainer.ppo.columns import COLUMNS
-from hybridrl.trainer.ppo.stages import StepSettings, check_roles
+from hybridrl.trainer.ppo.step_settings import StepSettings, check_roles
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 CHOICES = [

@@ -38,7 +38,7 @@ from hybridrl.trainer.ppo.policy.generator import Generator, Pending, PendingRes
 from hybridrl.trainer.ppo.policy.parity_gate import ParityGate
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
 from hybridrl.trainer.ppo.policy.weight_sync import InProcessWeightSync, WeightsOfModel, WeightSync, at_once
-from hybridrl.trainer.ppo.stages import num_chunks, rollout_lag, uses_greedy_baseline
+from hybridrl.trainer.ppo.step_settings import num_chunks, rollout_lag, uses_greedy_baseline
 
 
 class BatchedGenerator:

@@ -33,7 +33,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import response_lengths
 from hybridrl.trainer.checkpoint.step_ledger import KEPT, TRAINED
 from hybridrl.trainer.data.prompt_loader import EPOCH, ROW
-from hybridrl.trainer.ppo.off_policy import token_ages
+from hybridrl.trainer.ppo.sampling.off_policy import token_ages
 from hybridrl.trainer.ppo.sampling.replay_buffer import concat_padded
 
 logger = logging.getLogger(__name__)

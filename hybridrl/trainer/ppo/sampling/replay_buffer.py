@@ -20,7 +20,7 @@ import torch
 from hybridrl.config.schema.trainer import ReplayConfig
 from hybridrl.protocol import DataProto
 from hybridrl.rewards.manager import BRANCHES
-from hybridrl.trainer.ppo.off_policy import token_ages
+from hybridrl.trainer.ppo.sampling.off_policy import token_ages
 
 FILE = "groups"
 # As wide as the batch's longest prompt and more.
