@@ -168,6 +168,11 @@ class CallCycle(HybridRLError):
         )
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the text of an error on one line, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @contextmanager
 def model_errors(path: str, what: str) -> Iterator[None]:
     """Raise a ConfigError of one line for whatever transformers raises about the files of a model.
@@ -179,7 +184,7 @@ def model_errors(path: str, what: str) -> Iterator[None]:
     except HybridRLError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{type(error).__name__}: {reason_of(error)}"
         hint = "check its config.json and model.override_config, or copy or download the model again"
         if GGUF_FOLDER in path and not os.path.isdir(path):
             reason = "this machine has no such directory, which another one has made of a GGUF file"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridrl.config.introspection import keys, value_at, with_value
-from hybridrl.errors import GGUF_FOLDER, ConfigError
+from hybridrl.errors import GGUF_FOLDER, ConfigError, reason_of
 from hybridrl.system.atomic_write import fsync_path
 from hybridrl.system.child_process import ChildProcess
 from hybridrl.system.machine import machine_id
@@ -228,7 +228,7 @@ def _publish(partial: Path, folder: Path) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    return f"{type(error).__name__}: {reason_of(error):.300}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hybridrl.data_plane.columns import jagged_dim, jagged_offsets, private_copy
 from hybridrl.data_plane.conversion import TensorDict
 from hybridrl.data_plane.futures import StoredArray
 from hybridrl.data_plane.meta_info import GenerationRequest, Record, UpdatePlan
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, reason_of
 from hybridrl.system.atomic_write import atomic_write
 
 # (dtype name, shape, bytes) of a dense tensor, or (values, offsets, ragged dimension) of a jagged one, the first two
@@ -263,6 +263,5 @@ def load_plain(path: str | os.PathLike, make: Callable[..., T]) -> T:
             if (kind, version) == (FILE_KIND, FILE_VERSION):
                 return make(*content)
         except Exception as error:  # a damaged file raises any of a dozen types
-            reason = " ".join(str(error).split())
-            raise DataError(f"{path} is not a batch file or is damaged: {reason:.300}") from error
+            raise DataError(f"{path} is not a batch file or is damaged: {reason_of(error):.300}") from error
     raise DataError(f"{path} is a {kind} file of version {version}, not {FILE_KIND} of version {FILE_VERSION}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, reason_of
 
 CONNECT_TIMEOUT_S = 10.0
 RESPONSE_TIMEOUT_S = 600.0  # of one try, for a whole response
@@ -82,8 +82,8 @@ async def find_model(url: str, *, name: str | None, key_variable: str) -> Endpoi
             body = await _sent(session, "GET", f"{model.url}/models", None, key_variable=key_variable)
         except (EndpointRefusal, aiohttp.ClientError, TimeoutError) as error:
             raise ConfigError(
-                f"{url}: no OpenAI-compatible endpoint answers there ({_text(error)}); start one with `hybridrl serve "
-                "MODEL`, and give its address with /v1"
+                f"{url}: no OpenAI-compatible endpoint answers there ({reason_of(error)}); start one with `hybridrl "
+                "serve MODEL`, and give its address with /v1"
             ) from error
     names = [entry["id"] for entry in body.get("data", []) if isinstance(entry, dict) and "id" in entry]
     chosen = names[0] if name is None and len(names) == 1 else name
@@ -130,9 +130,9 @@ async def respond_all(
                 choice = (await post_json(session, model, "/chat/completions", body))["choices"][0]
                 response = EndpointResponse(choice["message"]["content"] or "", str(choice.get("finish_reason")))
             except (EndpointRefusal, aiohttp.ClientError, TimeoutError) as error:
-                response = EndpointResponse("", reason=_text(error))
+                response = EndpointResponse("", reason=reason_of(error))
             except (KeyError, IndexError, TypeError) as error:
-                response = EndpointResponse("", reason=f"the answer is no chat completion ({_text(error)})")
+                response = EndpointResponse("", reason=f"the answer is no chat completion ({reason_of(error)})")
         done += 1
         on_done(done)
         return response
@@ -254,7 +254,3 @@ def _message(raw: bytes) -> str:
         return str(json.loads(raw)["error"]["message"])[:300]
     except (ValueError, KeyError, TypeError):
         return " ".join(raw.decode(errors="replace").split())[:200] or "no reason given"
-
-
-def _text(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -17,7 +17,7 @@ import yaml
 from hybridrl.config import PPOConfig, SupervisedConfig, to_yaml
 from hybridrl.config.introspection import flatten, load_plain_yaml, value_text
 from hybridrl.config.schema.trainer import TrainerConfig
-from hybridrl.errors import CheckpointError, ConfigError
+from hybridrl.errors import CheckpointError, ConfigError, reason_of
 from hybridrl.trainer.checkpoint.fingerprint import FINGERPRINT_KEY, run_fingerprint
 from hybridrl.trainer.checkpoint.store import (
     CONFIG,
@@ -176,7 +176,7 @@ def damage_named(file: str) -> Iterator[None]:
             raise OSError("no file")  # to read from a pipe would wait
         yield
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = reason_of(error)
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {reason:.200}); {RESTORE_HINT}") from error
 
 

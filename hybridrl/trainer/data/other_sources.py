@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from data_preprocess import raw
 from hybridrl.config.schema.data import HubData
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, reason_of
 
 
 def json_lines_table(path: Path) -> pa.Table:
@@ -25,9 +25,7 @@ def json_lines_table(path: Path) -> pa.Table:
     try:
         rows = [row.columns for row in raw.read_json_lines(path)]
     except (raw.RawDataError, OSError, ValueError) as error:
-        raise DataError(
-            f"{' '.join(str(error).split()):.300}; write one JSON object with the columns per line"
-        ) from error
+        raise DataError(f"{reason_of(error):.300}; write one JSON object with the columns per line") from error
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: _column(path, name, [row.get(name) for row in rows]) for name in names}
     return pa.table(columns)
@@ -37,8 +35,8 @@ def _column(path: Path, name: str, values: list[Any]) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path}: column {name!r} has values of several types ({reason:.200}); use one type") from error
+        reason = f"{reason_of(error):.200}"
+        raise DataError(f"{path}: column {name!r} has values of several types ({reason}); use one type") from error
 
 
 def hub_table(source: HubData) -> pa.Table:
@@ -55,7 +53,7 @@ def hub_table(source: HubData) -> pa.Table:
     try:
         return datasets.load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
     except Exception as error:  # the client has no common base for "no such dataset", "no network" and "not allowed"
-        reason = unreachable or " ".join(str(error).split()) or type(error).__name__
+        reason = unreachable or reason_of(error)
         raise DataError(
             f"{source}: no such file, and the Hugging Face hub gives no dataset {source.name} with split "
             f"{source.split} ({reason:.300}); give a parquet or .jsonl file, or ORG/NAME, ORG/NAME:SPLIT or "

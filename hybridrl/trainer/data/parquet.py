@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hybridrl.config.schema.data import HubData
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, reason_of
 from hybridrl.trainer import data
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -186,8 +186,8 @@ def _read(file: str) -> pa.Table:
         if table is not None:
             table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{file} is not a parquet file that can be read, or is damaged: {reason:.300}") from error
+        reason = f"{reason_of(error):.300}"
+        raise DataError(f"{file} is not a parquet file that can be read, or is damaged: {reason}") from error
     if table is None:
         raise DataError(f"{file} has several columns named {repeated[0]!r}; rename or drop all but one")
     return _without_dictionaries(table)

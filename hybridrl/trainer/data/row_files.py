@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, reason_of
 from hybridrl.system.atomic_write import replaced_file
 from hybridrl.workers import images as row_images
 
@@ -44,8 +44,7 @@ def prompt_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
     try:
         return pa.Table.from_pylist(found)
     except (pa.ArrowException, OverflowError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"the rows cannot be stored as columns of one type each: {reason:.300}") from error
+        raise DataError(f"the rows cannot be stored as columns of one type each: {reason_of(error):.300}") from error
 
 
 def _stored_images(value: Any) -> Any:

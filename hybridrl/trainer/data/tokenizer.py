@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, reason_of
 
 CONFIG_FILE = "config.json"  # of a model in Hugging Face's format
 CHECKPOINT_FILE = "manifest.json"  # that every checkpoint has, see trainer/checkpoint/store.py
@@ -73,9 +73,8 @@ def _check_on_hub(name: str, *, key: str) -> None:
             HfApi().model_info(name, timeout=PROBE_TIMEOUT_S)
     # "No such model", "not a name", "no network" and "not allowed" have no common base class.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{key}={name}: no such directory, and not available as a name of the Hugging Face hub ({reason})"
+            f"{key}={name}: no such directory, and not available as a name of the Hugging Face hub ({reason_of(error)})"
         ) from error
 
 

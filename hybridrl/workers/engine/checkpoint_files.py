@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from hybridrl.errors import CheckpointError, StorageError
+from hybridrl.errors import CheckpointError, StorageError, reason_of
 
 # torch's file format raises RuntimeError with one of these words when a file cannot be written.
 STREAM_ERRORS = ("PytorchStreamWriter", "inline_container.cc")
@@ -42,13 +42,13 @@ def collective_write(directory: str) -> Iterator[None]:
     except CheckpointException as failed:
         rank, (error, _) = next(iter(failed.failures.items()))
         kind = StorageError if _is_storage_error(error) else CheckpointError
-        raise kind(f"rank {rank} cannot write {directory}: {_one_line(error)}") from error
+        raise kind(f"rank {rank} cannot write {directory}: {reason_of(error):.300}") from error
 
 
 def raise_on_all_ranks(problem: Exception | None, directory: str) -> None:
     """Raise StorageError on every rank if any rank has a problem. Collective."""
     messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, problem and _one_line(problem))
+    dist.all_gather_object(messages, problem and f"{reason_of(problem):.300}")
     for rank, message in enumerate(messages):
         if message is not None:
             raise StorageError(f"rank {rank} cannot write {directory}: {message}") from problem
@@ -69,7 +69,3 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
 
 def _is_storage_error(error: BaseException) -> bool:
     return isinstance(error, OSError) or any(name in str(error) for name in STREAM_ERRORS)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:300]

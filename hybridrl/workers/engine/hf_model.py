@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridrl.errors import CheckpointError, ConfigError, model_errors
+from hybridrl.errors import CheckpointError, ConfigError, model_errors, reason_of
 from hybridrl.workers.engine.attention.layer_kinds import use_exact_attention
 from hybridrl.workers.engine.base import EngineSetup
 
@@ -134,7 +134,7 @@ def _override(target: Any, overrides: dict, *, key: str) -> None:
         try:
             setattr(target, name, value)
         except Exception as error:  # transformers validates some entries, with an exception class of its own
-            reason = " ".join(str(error).split())
+            reason = reason_of(error)
             raise ConfigError(f"{key}.{name}={value!r}: {type(target).__name__} refuses it: {reason}") from error
 
 

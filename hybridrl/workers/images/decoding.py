@@ -3,7 +3,7 @@
 import io
 from typing import TYPE_CHECKING
 
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, reason_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,8 +41,7 @@ def decoded_image(encoded: bytes, location: str) -> "Image.Image":
         ) from error
     # Decoders of damaged files raise anything: OSError, ValueError, SyntaxError, struct.error.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{location}: an image is damaged or too large: {reason:.200}") from error
+        raise DataError(f"{location}: an image is damaged or too large: {reason_of(error):.200}") from error
 
 
 def _problem(image: "Image.Image") -> str | None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, reason_of
 from hybridrl.workers.engine import checkpoint_files
 from hybridrl.workers.engine.safe_load import METADATA, read_metadata, without_code
 
@@ -62,7 +62,7 @@ def _reasons(error: BaseException) -> str:
     """Return what went wrong; of DCP's error the causes of the ranks, without their tracebacks."""
     failures = getattr(error, "failures", None)
     causes = [cause for cause, _ in failures.values()] if failures else [error]
-    return "; ".join(dict.fromkeys(" ".join(str(cause).split()) or type(cause).__name__ for cause in causes))
+    return "; ".join(dict.fromkeys(map(reason_of, causes)))
 
 
 def _metadata(directory: str) -> Metadata:

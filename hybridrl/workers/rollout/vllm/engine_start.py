@@ -44,7 +44,6 @@ def start_engine(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
         text_settings: What the configuration of its text model has besides its own.
     """
     _require_vllm()
-    _set_environment()
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
