@@ -31,7 +31,7 @@ set_up_logging()
 def work():
     show("shown " + text)
     logging.getLogger("hybridrl").info("logged %s", text)
-    ConsoleProgress(2).update({{f"val-core/{{text}}/reward/mean@1": 1.0}}, 1)
+    ConsoleProgress(2).log({{f"val-core/{{text}}/reward/mean@1": 1.0}}, 1)
     try:
         raise ValueError(text)
     except ValueError as error:

@@ -87,7 +87,7 @@ class ConsoleProgress:
                 _step_text(start_step, total_steps), total=total_steps, completed=start_step, shown=""
             )
 
-    def update(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the metrics of `step`.
 
         One line for training if it is due, and one per validated data source.

@@ -157,18 +157,12 @@ class Tracking:
         self.close()
 
 
-class ConsoleTracker:
+class ConsoleTracker(ConsoleProgress):
     """One line per step on standard output; a bar on a terminal."""
 
     def __init__(self, run: RunInfo) -> None:
         test_freq = int(run.config.get("trainer", {}).get("test_freq") or 0)
-        self._progress = ConsoleProgress(run.total_steps, start_step=run.start_step, test_freq=test_freq)
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        self._progress.update(metrics, step)
-
-    def close(self) -> None:
-        self._progress.close()
+        super().__init__(run.total_steps, start_step=run.start_step, test_freq=test_freq)
 
 
 class JsonlTracker:

@@ -65,7 +65,7 @@ def test_of_many_fast_steps_the_first_the_last_and_one_every_five_seconds_have_a
     stream = io.StringIO()
     progress = ConsoleProgress(100, start_step=40, stream=stream)
     for step in range(41, 101):
-        progress.update({"train/loss": 1.0} | ({"val/loss": 2.0} if step == 63 else {}), step)
+        progress.log({"train/loss": 1.0} | ({"val/loss": 2.0} if step == 63 else {}), step)
     steps = [int(line.split("/")[0].removeprefix("step ")) for line in stream.getvalue().splitlines()]
     assert steps == [*range(41, 51), 55, 60, 63, 63, 68, 73, 78, 83, 88, 93, 98, 100]
 
@@ -108,9 +108,9 @@ def test_a_duration_has_two_units(seconds, text):
 def test_without_a_terminal_there_are_plain_lines_only():
     stream = io.StringIO()
     progress = ConsoleProgress(2, stream=stream)
-    progress.update({"val-core/s/acc/mean@1": 0.2}, 0)
-    progress.update(STEP, 1)
-    progress.update(STEP | {"val-core/s/acc/mean@1": 0.4}, 2)
+    progress.log({"val-core/s/acc/mean@1": 0.2}, 0)
+    progress.log(STEP, 1)
+    progress.log(STEP | {"val-core/s/acc/mean@1": 0.4}, 2)
     progress.close()
     lines = stream.getvalue().splitlines()
     heads = [line.split("  ")[:2] for line in lines]
@@ -128,11 +128,11 @@ def test_the_time_left_follows_the_speed_of_the_latest_steps(monkeypatch):
     monkeypatch.setattr("hybridrl.trainer.run.console.time.monotonic", lambda: next(clock))
     progress = ConsoleProgress(10, start_step=4, stream=io.StringIO())
     assert progress.eta_s() is None
-    progress.update({"train/loss": 1.0}, 5)
+    progress.log({"train/loss": 1.0}, 5)
     assert progress.eta_s() is None  # 10 s, in which models were loaded
-    progress.update(STEP, 6)
+    progress.log(STEP, 6)
     assert progress.eta_s() == 8.0  # 4 steps left at 2 s
-    progress.update(STEP, 7)
+    progress.log(STEP, 7)
     assert progress.eta_s() == 7.5  # 3 steps left at the median of 2 and 3 s
 
 
@@ -152,7 +152,7 @@ def test_of_a_recorded_run_the_time_left_has_neither_loading_nor_validations_in_
     progress, ratios = ConsoleProgress(len(RECORDED), test_freq=10, stream=io.StringIO()), {}
     for step, (seconds, testing_s, now) in enumerate(zip(RECORDED, testing, clock, strict=True), 1):
         own = {"perf/time_per_step": seconds + testing_s, "timing_s/testing": testing_s}
-        progress.update(own | ({"val/loss": 1.0} if testing_s else {}), step)
+        progress.log(own | ({"val/loss": 1.0} if testing_s else {}), step)
         unseen = sum(testing[step:]) if step < 10 else 0.0  # no validation has been measured
         ratios[step] = progress.eta_s() / max(1.0, clock[-1] - now - unseen)
     assert ratios.pop(len(RECORDED)) == 0.0 and ratios.pop(1) > 0.3  # of the first step alone
@@ -167,7 +167,7 @@ def test_on_a_terminal_a_status_line_is_below_what_is_logged_and_is_removed_at_t
         "logging.basicConfig(format='%(message)s', stream=sys.stderr)\n"
         "from hybridrl.trainer.run.console import ConsoleProgress\n"
         "progress = ConsoleProgress(4, start_step=1)\n"
-        f"progress.update({STEP!r}, 2)\n"
+        f"progress.log({STEP!r}, 2)\n"
         "logging.warning('a warning')\n"
         "print('printed', file=sys.stderr)\n"
         "progress.close()\n"
