@@ -12,7 +12,8 @@ import torch
 
 from hybridrl.errors import DataError
 from hybridrl.protocol import DataProto
-from hybridrl.rewards.manager import AGENT_REWARD, LEFT_OUT, at_last_token, reward_positions
+from hybridrl.rewards.manager import AGENT_REWARD, LEFT_OUT, at_last_token, model_output, reward_positions
+from hybridrl.trainer.ppo.columns import MODEL_INPUT
 
 logger = logging.getLogger(__name__)
 RewardFn = Callable[[DataProto], Any]
@@ -21,12 +22,7 @@ MAX_UNREWARDED_BATCHES = 3  # in a row: one may be a restart of the reward model
 
 
 def score_batch(
-    batch: DataProto,
-    reward_fn: RewardFn | None,
-    *,
-    reward_model: Any,
-    model_input: tuple[str, ...],
-    metrics: dict[str, float],
+    batch: DataProto, reward_fn: RewardFn | None, *, reward_model: Any, metrics: dict[str, float]
 ) -> dict[str, list]:
     """Add `token_level_scores` (B, T) and `reward_valid` (B,) to the batch.
 
@@ -34,23 +30,16 @@ def score_batch(
         batch: Responses to score.
         reward_fn: Reward function. None: the reward model's scores are the rewards.
         reward_model: Worker group of the reward model, or None.
-        model_input: Columns that the reward model reads.
         metrics: The reward function's metrics are added to it.
 
     Returns:
         The reward function's extra columns, one value per row.
     """
     if reward_model is not None:
-        batch.union(reward_model.compute_rm_score(batch.select(batch_keys=list(model_input), non_tensor_batch_keys=[])))
-    if reward_fn is None:
-        scores_BR = batch.batch["rm_scores"]
-        valid_B = scores_BR.isfinite().all(-1)
-        batch.batch["token_level_scores"] = torch.where(valid_B[:, None], scores_BR, 0.0)
-        batch.batch["reward_valid"] = valid_B
-        return {}
-    out = reward_fn(batch)
+        batch.union(reward_model.compute_rm_score(batch.select(batch_keys=list(MODEL_INPUT), non_tensor_batch_keys=[])))
+    out = model_output(batch.batch["rm_scores"]) if reward_fn is None else reward_fn(batch)
     batch.batch["token_level_scores"], batch.batch["reward_valid"] = out.reward_tensor, out.valid
-    metrics.update(out.metrics)
+    metrics.update({} if reward_fn is None else out.metrics)
     return out.extra
 
 

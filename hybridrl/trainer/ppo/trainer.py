@@ -212,13 +212,7 @@ class RayPPOTrainer(PPOLoop):
 
     def score(self, batch: DataProto, reward_fn: RewardFn | None, *, metrics: dict[str, float]) -> dict[str, list]:
         """Add `token_level_scores` and `reward_valid` to the batch, see `rewards.score_batch`."""
-        extra = score_batch(
-            batch,
-            reward_fn,
-            reward_model=self.groups.get(Role.RewardModel),
-            model_input=c.MODEL_INPUT,
-            metrics=metrics,
-        )
+        extra = score_batch(batch, reward_fn, reward_model=self.groups.get(Role.RewardModel), metrics=metrics)
         apply_agent_results(batch)
         return extra
 

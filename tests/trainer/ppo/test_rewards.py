@@ -10,6 +10,7 @@ from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
+from hybridrl.trainer.ppo.columns import MODEL_INPUT
 from hybridrl.trainer.ppo.rewards import (
     NoRewardGuard,
     NoSignalWarning,
@@ -32,10 +33,10 @@ class FixedRewardModel(Worker):
 
 
 def test_without_a_reward_function_finite_reward_model_scores_are_the_rewards():
-    batch = DataProto.from_dict(tensors={"input_ids": torch.zeros(3, 2)})
+    batch = DataProto.from_dict(tensors={name: torch.zeros(3, 2) for name in MODEL_INPUT})
     scores = [[0.0, 1.5], [0.0, float("nan")], [0.0, -2.0]]
     reward_model = LocalWorkerGroup(None, ClassWithInitArgs(FixedRewardModel, scores), role="rm")
-    assert score_batch(batch, None, reward_model=reward_model, model_input=("input_ids",), metrics={}) == {}
+    assert score_batch(batch, None, reward_model=reward_model, metrics={}) == {}
     assert batch.batch["token_level_scores"].tolist() == [[0.0, 1.5], [0.0, 0.0], [0.0, -2.0]]
     assert batch.batch["reward_valid"].tolist() == [True, False, True]
 
