@@ -65,7 +65,7 @@ PROCESS_SETTINGS = (
 """Settings of which every other value than the default needs several processes."""
 Feature = tuple[Iterable[str], Callable[[Any], Problems]]
 """Settings and sections of a feature, and its rules: they yield nothing if all of these have their defaults."""
-LOGGER_PACKAGES = ("wandb", "mlflow")  # of the loggers with these names
+LOGGER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 
 
 def check_config(
@@ -268,8 +268,9 @@ def record_problems(config: PPOConfig | SupervisedConfig) -> Problems:
 def package_problems(config: PPOConfig | SupervisedConfig) -> Problems:
     """Yield loggers and engines whose package this machine lacks."""
     for logger in config.trainer.logger:
-        if logger in LOGGER_PACKAGES and find_spec(logger) is None:
-            yield f"trainer.logger={logger}: {logger} is not installed; in the checkout: pip install -e '.[{logger}]'"
+        package = LOGGER_PACKAGES.get(logger)
+        if package and find_spec(package) is None:
+            yield f"trainer.logger={logger}: {package} is not installed; in the checkout: pip install -e '.[{package}]'"
     engine = config.actor_rollout_ref.actor if isinstance(config, PPOConfig) else config
     if engine.strategy == "megatron" and find_spec("megatron") is None:
         key = "actor_rollout_ref.actor.strategy" if isinstance(config, PPOConfig) else "strategy"
