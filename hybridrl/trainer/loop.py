@@ -62,12 +62,10 @@ class Trainer:
 
     Attributes:
         columns: Table of the batch's columns, for checks of the stages.
-        engine_directories: Trained role -> directory in a checkpoint; default the role's name.
         global_steps: The step in progress, or the last completed one; also the version of its weights.
     """
 
     columns: Mapping[str, Column] = {}
-    engine_directories: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -390,7 +388,8 @@ class Trainer:
         self.saver.committed = path
 
     def engine_directory(self, path: str, role: str) -> str:
-        return os.path.join(path, self.engine_directories.get(role, role))
+        """Return the directory of a trained role in the checkpoint at `path`."""
+        return os.path.join(path, role)
 
     # ---- recovery of lost workers, see `StepRetry`
 

@@ -4,9 +4,8 @@ Read with the names of verl 0.4 to 0.9. Values are those of verl's own defaults 
 """
 
 from hybridrl.config.verl.row import Row, done, elsewhere, no_effect, refused, renamed
-from hybridrl.config.verl.worker_rows import MODEL
+from hybridrl.config.verl.worker_rows import MODEL, PROFILER
 
-_PROFILER = "use py-spy or torch.profiler on a worker; timings of every stage are in the metrics"
 _RAY = "start Ray yourself and set RAY_ADDRESS; the run then connects to it"
 _DRIVER = "prompts are tokenized and filtered in the driver"
 _ENGINE = "a reward model is scored in the training engine, on whole prompts and responses"
@@ -100,7 +99,7 @@ TRAINER_ROWS: tuple[Row, ...] = (
     done("trainer.v1.separate_async.hybrid_rollout.enable_switch", "the trainer's devices only train", "false"),
     refused("trainer.v1", f"{_AHEAD}; leave it out"),
     elsewhere("{ray_kwargs,ray_init}", _RAY),
-    elsewhere("global_profiler", _PROFILER),
+    elsewhere("global_profiler", PROFILER),
     elsewhere("transfer_queue", "tensors travel through Ray's object store"),
     done("skip.{rollout,rollout_tq,async_rollout}.enable", "every step generates", "false"),
     refused("skip", "every step generates; leave it out"),

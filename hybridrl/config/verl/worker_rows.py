@@ -36,7 +36,7 @@ _WHOLE = "a checkpoint always holds everything that resuming needs; hybridrl exp
 _SPEED = "speed and memory of Megatron's kernels and pipeline"
 _BRIDGE = "weights are always converted from and to Hugging Face's"
 _FORWARD = "the critic's forward pass uses the same micro-batches as its update"
-_PROFILER = "use py-spy or torch.profiler on a worker; timings of every stage are in the metrics"
+PROFILER = "use py-spy or torch.profiler on a worker; timings of every stage are in the metrics"
 _OFFLOADED = "the optimizer's state is offloaded whole, between updates, by optimizer_offload"
 _VALUE_ADAPTERS = "the critic is trained in full; leave it out"
 _ONE_TOKENIZER = "the tokenizer is the policy's; put it into the directory of actor_rollout_ref.model.path"
@@ -203,7 +203,7 @@ ACTOR_ROWS: tuple[Row, ...] = (
     no_effect(f"{ROLES}.{{pad_to_length,pad_to_length_bucket}}", "sequences are packed or sorted"),
     done(f"{ACTOR}.use_remove_padding", "it is the model's", same_as=f"{MODEL}.use_remove_padding"),
     elsewhere(f"{ROLES}.checkpoint", _WHOLE),
-    elsewhere("{actor_rollout_ref.actor,actor_rollout_ref.ref,actor_rollout_ref.rollout,critic}.profiler", _PROFILER),
+    elsewhere("{actor_rollout_ref.actor,actor_rollout_ref.ref,actor_rollout_ref.rollout,critic}.profiler", PROFILER),
     renamed(f"{ACTOR}.{{megatron,veomni,fsdp_config}}.router_replay.mode", f"{ACTOR}.router_replay.mode"),
     done(f"{ROLES}.router_replay.{{record_file,replay_file}}", "routes are not stored in files", "null"),
     refused(f"{ROLES}.router_replay.{{record_file,replay_file}}", "routes are not stored in files; leave it out"),

@@ -56,7 +56,6 @@ class DPOTrainer(PairTrainer):
     """The driver of preference learning; arguments as for `SupervisedTrainer`."""
 
     role = "dpo"
-    engine_directories: Mapping[str, str] = {"dpo": "model"}
 
     @staticmethod
     def loss_of(config: DPOConfig) -> PreferenceLoss:
@@ -137,7 +136,6 @@ class RMTrainer(PairTrainer):
 
     role = "rm"
     outputs = 1
-    engine_directories: Mapping[str, str] = {"rm": "model"}
 
     def load_dataset(self, config: RMConfig, files: list[str], tokenizer: Any, *, max_samples: int = -1) -> PairDataset:
         """Return the tokenized pairs of `files`."""

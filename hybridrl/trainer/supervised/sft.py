@@ -10,7 +10,7 @@ or from templating the conversation turn by turn.
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from itertools import compress
 from typing import Any
 
@@ -195,7 +195,6 @@ class SFTTrainer(SupervisedTrainer):
     """The driver of supervised fine-tuning; arguments as for `SupervisedTrainer`."""
 
     role = ROLE
-    engine_directories: Mapping[str, str] = {ROLE: "model"}
 
     def load_dataset(
         self, config: SFTConfig, files: list[str], tokenizer: object, *, max_samples: int = -1

@@ -60,7 +60,6 @@ class SupervisedTrainer(Trainer):
 
     role = ""
     outputs: int | None = None
-    engine_directories: Mapping[str, str]
 
     def __init__(
         self,
@@ -175,6 +174,10 @@ class SupervisedTrainer(Trainer):
     def init_role(self, role: str) -> None:
         """Load the model."""
         self.groups[role].init_model(self.total_training_steps)
+
+    def engine_directory(self, path: str, role: str) -> str:
+        """Return the directory of the one model, whatever it learns."""
+        return os.path.join(path, "model")
 
     def save_engines(self, directory: str) -> dict[str, Any]:
         """Write the engine and an export; return role -> optimizer steps in the weights, one per rank."""
