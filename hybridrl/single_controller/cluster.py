@@ -27,8 +27,7 @@ def node_address() -> str:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return LOOPBACK
-    address: str = ray.util.get_node_ip_address()
-    return address
+    return ray.util.get_node_ip_address()
 
 
 def master_name(run: str) -> str:

@@ -163,8 +163,7 @@ def start_cluster(*, code_paths: Sequence[str] = (), **limits: Any) -> str:
             _system_config={name: value for name, value in OWN_CLUSTER.items() if f"RAY_{name}" not in os.environ},
             **limits,
         )
-    address: str = ray.get_runtime_context().gcs_address
-    return address
+    return ray.get_runtime_context().gcs_address
 
 
 def import_ray() -> ModuleType:
@@ -250,8 +249,7 @@ def connect(
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{named}: no Ray cluster answers there ({text}); {hint}") from error
-    connected: str = ray.get_runtime_context().gcs_address
-    return connected
+    return ray.get_runtime_context().gcs_address
 
 
 def find_cluster() -> str:

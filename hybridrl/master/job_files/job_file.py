@@ -133,8 +133,7 @@ class _StrictLoader(yaml.SafeLoader):
         """Return the mapping. Raises ConfigError for a repeated key."""
         pairs = [(self.construct_object(key, deep=True), None) for key, _ in node.value if key.tag != MERGE_TAG]
         _unique(pairs)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
-        return mapping
+        return super().construct_mapping(node, deep=deep)
 
 
 # PyYAML reads 1e-6 as text; YAML 1.2 and JSON as a number.

@@ -88,8 +88,7 @@ def _nodes(table: dict[str, Any]) -> set[str]:
 def _table(group: "PlacementGroup") -> dict[str, Any]:
     from ray.util.placement_group import placement_group_table
 
-    table: dict[str, Any] = placement_group_table(group)
-    return table
+    return placement_group_table(group)
 
 
 def _format_resources(table: dict[str, Any]) -> str:

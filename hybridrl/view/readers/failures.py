@@ -130,5 +130,4 @@ class FailureReader:
 
 def recoveries(directory: str) -> list[dict[str, Any]]:
     """Return the recoveries of the run in a directory, the oldest first: the fields of `RecoveryCompleted`."""
-    found: list[dict[str, Any]] = FailureReader(Folder(directory)).read()["recoveries"]
-    return found
+    return FailureReader(Folder(directory)).read()["recoveries"]
