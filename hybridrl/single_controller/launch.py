@@ -9,7 +9,7 @@ from typing import Any
 from hybridrl.single_controller.placement.feasibility import check_feasible
 from hybridrl.single_controller.placement.node_loss import REPLACE_TIMEOUT_S
 from hybridrl.single_controller.placement.placement_groups import cluster_nodes
-from hybridrl.single_controller.placement.plan import Plan, ProcessPlan, actor_options
+from hybridrl.single_controller.placement.plan import Plan, actor_options
 from hybridrl.single_controller.placement.pool_views import PlannedPoolView
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup, create_colocated_worker_cls
@@ -63,33 +63,22 @@ def launch(
     groups: dict[str, Any] = {}
     try:
         for process in plan.processes:
-            groups |= _launch_process(plan, process, classes, pools[process.label], group_cls, reattach=reattach)
+            recipe = create_colocated_worker_cls({role: classes[role] for role in process.roles})
+            recipe.options = actor_options(process.resources) | recipe.options
+            pool = pools[process.label]
+            group = group_cls(
+                pool,
+                recipe,
+                role=process.label,
+                name_prefix=plan.job,
+                share=process.share,
+                detached=pool.detached,
+                reattach=reattach,
+                worker_env={**plan.worker_env, **process.environment},
+            )
+            groups |= group.spawn(process.roles)
     except BaseException:
         for group in groups.values():
             group.shutdown()
         raise
     return groups
-
-
-def _launch_process(
-    plan: Plan,
-    process: ProcessPlan,
-    classes: Mapping[str, RayClassWithInitArgs[Any]],
-    pool: Any,
-    group_cls: type[RayWorkerGroup[Any]],
-    *,
-    reattach: bool,
-) -> dict[str, Any]:
-    recipe = create_colocated_worker_cls({role: classes[role] for role in process.roles})
-    recipe.options = actor_options(process.resources) | recipe.options
-    group = group_cls(
-        pool,
-        recipe,
-        role=process.label,
-        name_prefix=plan.job,
-        share=process.share,
-        detached=pool.detached,
-        reattach=reattach,
-        worker_env={**plan.worker_env, **process.environment},
-    )
-    return group.spawn(process.roles)

@@ -31,7 +31,7 @@ from hybridrl.single_controller.cluster import get_value
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S, Invocation
 from hybridrl.single_controller.monitoring.process import lost_reason
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
-from hybridrl.single_controller.processes.host_start import ProcessRecipe, find_host
+from hybridrl.single_controller.processes.host_start import ProcessRecipe, actor_options, find_host, worker_environment
 from hybridrl.single_controller.processes.liveness import LivenessChecker
 from hybridrl.single_controller.processes.reattach import reattach_processes
 from hybridrl.single_controller.processes.worker_host import CallHeader
@@ -90,17 +90,12 @@ class RayWorkerGroup(WorkerGroup[W]):
             )
         _check_environment(worker_env or {})
         others = ColocatedClassWithInitArgs(getattr(ray_cls_with_init.cls, "class_dict", {}))
-        recipe = ProcessRecipe.on(
-            resource_pool,
-            ray_cls_with_init.recipes(role) | others.recipes(role),
-            run=name_prefix or f"job-{uuid.uuid4().hex[:6]}",
-            label=role,
-            share=share or 1 / resource_pool.max_colocate_count,
-            options=others.actor_options
-            | ray_cls_with_init.actor_options
-            | ({"lifetime": "detached"} if detached else {}),
-            environment=worker_env or {},
-        )
+        run, share = name_prefix or f"job-{uuid.uuid4().hex[:6]}", share or 1 / resource_pool.max_colocate_count
+        workers, environment = ray_cls_with_init.recipes(role) | others.recipes(role), worker_env or {}
+        lifetime = {"lifetime": "detached"} if detached else {}
+        options = others.actor_options | ray_cls_with_init.actor_options | lifetime
+        options = actor_options(resource_pool, workers, share=share, options=options, environment=environment)
+        recipe = ProcessRecipe(run, role, workers, share, options, worker_environment(run, environment))
         processes = reattach_processes(resource_pool, recipe) if reattach else None
         processes = processes or WorkerProcesses.start(resource_pool, recipe, timeout_s=timeout_s)
         self._use_processes(processes, ray_cls_with_init.cls, role=role)

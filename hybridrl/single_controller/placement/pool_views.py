@@ -126,13 +126,11 @@ def extract_pg_from_exist(
         PlacementError: the named pools cannot hold it.
     """
     groups = [group for name in src_role_names for group in resource_pools[name].get_placement_groups()]
+    have = [group.bundle_count for group in groups]
     found: dict[int, PlacementGroup] = {}
     for node in sorted(range(len(resource_pool.store)), key=lambda i: -resource_pool.store[i]):
         fitting = [group for group in groups if group.bundle_count >= resource_pool.store[node]]
         if not fitting:
-            have = [
-                group.bundle_count for name in src_role_names for group in resource_pools[name].get_placement_groups()
-            ]
             raise PlacementError(
                 f"the pools {list(src_role_names)} have {have} slots per node, which cannot hold {resource_pool.store}"
             )

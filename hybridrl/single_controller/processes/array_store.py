@@ -42,8 +42,7 @@ class ArrayFetcher:
             ranks = [self.rank] * len(references)
             return wait_all(references, ranks, role=self.role, method="store", timeout_s=DEFAULT_TIMEOUT_S)
         except (ObjectLost, WorkerLost) as error:
-            reader = DRIVER if PROCESS.worker is None else PROCESS.worker
-            role, rank = (self.role, self.rank) if reader == DRIVER else reader
+            role, rank = PROCESS.worker or (self.role, self.rank)
             cause = f"arrays that it needs were lost with {self.role}-{self.rank}, which had stored them"
             raise WorkerLost(role, rank, "store", cause) from error
 

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.cluster import NAMESPACE, find_actor, master_name
@@ -37,22 +37,6 @@ class ProcessRecipe:
     options: dict[str, Any]
     environment: dict[str, str]
     incarnations: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def on(
-        cls,
-        pool: RayResourcePool,
-        workers: Mapping[str, ClassWithInitArgs[Any]],
-        *,
-        run: str,
-        label: str,
-        share: float,
-        options: Mapping[str, Any],
-        environment: Mapping[str, str],
-    ) -> Self:
-        """Return the recipe of processes on a pool, with the options and variables that all processes have."""
-        options = actor_options(pool, workers, share=share, options=options, environment=environment)
-        return cls(run, label, dict(workers), share, options, worker_environment(run, environment))
 
     @property
     def group_name(self) -> str:

@@ -98,8 +98,7 @@ class WorkerHost:
         """Return the ids of the devices that Ray reserved for this process, by Ray's names of their resources."""
         import ray
 
-        devices: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
-        return devices
+        return ray.get_runtime_context().get_accelerator_ids()
 
     def setup(self, recipes: bytes, rank_info: RankInfo, environment: Mapping[str, str]) -> int:
         """Set the environment and construct this process's workers, in the order of the recipes.
@@ -183,6 +182,8 @@ class WorkerHost:
         Raises:
             PlacementError: `setup` did not run.
         """
+        import ray
+
         if not hasattr(self, "rank_info"):
             raise PlacementError("the driver of this process was lost before setting it up")
         classes = cloudpickle.dumps({role: type(worker) for role, worker in self.workers.items()})
@@ -190,7 +191,7 @@ class WorkerHost:
             "classes": classes,
             "rank_info": self.rank_info,
             "process_id": os.getpid(),
-            "node": _node(),
+            "node": ray.get_runtime_context().get_node_id(),
             "fencing_token": self.fencing_token,
             "ready": sorted(self.ready),
             "calls_started": dict(self.calls_started),
@@ -298,13 +299,6 @@ def _task() -> str:
     import ray
 
     return ray.get_runtime_context().get_task_id() or ""
-
-
-def _node() -> str:
-    import ray
-
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
 
 
 # Ray's name of a resource -> the variables that restrict the devices a process sees.
