@@ -84,9 +84,11 @@ class StageGraph:
         """Return the edges to the stage: what it waits for."""
         return [edge for edge in self.edges if edge.target == name]
 
-    def placement_of(self, spec: StageSpec) -> RolePlacement | None:
-        """Return the placement of the stage's role; None for the driver."""
-        return None if spec.role is None else self.placements[spec.role]
+    def where(self, spec: StageSpec) -> tuple[str, ...]:
+        """Return the pool of the stage's role and its number of processes as a text; nothing for the driver."""
+        if spec.role is None:
+            return ()
+        return (f"{self.placements[spec.role].pool} x{self.placements[spec.role].num_processes}",)
 
     def pools(self) -> dict[str, dict[str, int]]:
         """Return, per pool, its processes: the roles that share one -> number of such processes."""
@@ -95,8 +97,11 @@ class StageGraph:
             found.setdefault(placement.pool, {})[placement.process] = placement.num_processes
         return found
 
-    def colour_of(self, pool: str | None) -> str:
-        return DRIVER_COLOUR if pool is None else PALETTE[list(self.pools()).index(pool) % len(PALETTE)]
+    def colour_of(self, spec: StageSpec) -> str:
+        """Return the colour of the pool where the stage runs."""
+        if spec.role is None:
+            return DRIVER_COLOUR
+        return PALETTE[list(self.pools()).index(self.placements[spec.role].pool) % len(PALETTE)]
 
 
 def stage_graph(stages: Iterable[StageSpec], placements: Mapping[str, RolePlacement]) -> StageGraph:
@@ -237,13 +242,11 @@ def to_text(graph: StageGraph) -> str:
 
 
 def _cells(graph: StageGraph, spec: StageSpec) -> list[list[str]]:
-    placement = graph.placement_of(spec)
-    where = "-" if placement is None else f"{placement.pool} x{placement.num_processes}"
     reads = [line for edge in graph.edges_into(spec.name) for line in _wrapped(_edge_text(edge), READS_WIDTH)]
     return [
         [spec.name],
         [spec.role or DRIVER],
-        [where],
+        list(graph.where(spec) or ("-",)),
         ["pure" if spec.pure else "once"],
         reads,
         _wrapped(", ".join(spec.writes), WRITES_WIDTH),
@@ -285,12 +288,9 @@ def to_dot(graph: StageGraph) -> str:
 
 
 def _node_style(graph: StageGraph, spec: StageSpec) -> str:
-    placement = graph.placement_of(spec)
-    pool = None if placement is None else placement.pool
-    where = () if placement is None else (f"{placement.pool} x{placement.num_processes}",)
-    label = quoted("\n".join([spec.name, spec.role or DRIVER, *where]))
+    label = quoted("\n".join([spec.name, spec.role or DRIVER, *graph.where(spec)]))
     shape = 'style="filled,rounded"' if spec.pure else 'style="filled", peripheries=2'
-    return f"label={label}, {shape}, fillcolor={quoted(graph.colour_of(pool))}"
+    return f"label={label}, {shape}, fillcolor={quoted(graph.colour_of(spec))}"
 
 
 def _edge_style(edge: Edge) -> str:
@@ -321,11 +321,8 @@ def to_picture(graph: StageGraph, *, title: str = "") -> str:
 
 
 def _box(graph: StageGraph, spec: StageSpec) -> Box:
-    placement = graph.placement_of(spec)
-    where = () if placement is None else (f"{placement.pool} x{placement.num_processes}",)
-    colour = graph.colour_of(None if placement is None else placement.pool)
-    shaded = graph.depth[spec.name] % 2 == 1
-    return Box(spec.name, (spec.role or DRIVER, *where), colour, heavy=not spec.pure, shaded=shaded)
+    lines, shaded = (spec.role or DRIVER, *graph.where(spec)), graph.depth[spec.name] % 2 == 1
+    return Box(spec.name, lines, graph.colour_of(spec), heavy=not spec.pure, shaded=shaded)
 
 
 def picture_lines(graph: StageGraph) -> list[Line]:
