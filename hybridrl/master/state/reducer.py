@@ -9,7 +9,7 @@ reports its decision (`RecoveryDecided`). A failure ends the job here only if no
 (`JobStarted.restarts_workers`, `JobStarted.restarts_driver`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -21,12 +21,13 @@ from hybridrl.master.state.tables import (
     WORKER,
     JobPhase,
     RolePhase,
-    Table,
     WorkerPhase,
     next_state,
 )
 
 MAX_LISTED = 20  # failures, decisions and warnings each
+OF_JOB = ("job", "run", "replicas", "restarts_workers", "restarts_driver", "supervisor_pid", "driver")
+OF_WORKER = ("name", "pid", "node", "machine", "rank", "group_size")
 MOVES: Mapping[type[events.Event], str] = {  # event of a worker -> event of its state table
     events.WorkerSilent: "go_silent",
     events.WorkerRecovered: "recover",
@@ -159,16 +160,7 @@ def _start_job(state: JobState, event: events.JobStarted) -> JobState:
     if state.run:  # sent again to a restarted master
         return state
     roles = dict.fromkeys(event.roles, str(RolePhase.STARTING))
-    started = replace(
-        state, job=event.job, run=event.run, supervisor_pid=event.supervisor_pid, roles=roles, sizes=dict(event.roles)
-    )
-    return replace(
-        started,
-        replicas=tuple(event.replicas),
-        restarts_workers=event.restarts_workers,
-        restarts_driver=event.restarts_driver,
-        driver=event.driver,
-    )
+    return replace(state, **_said(event, OF_JOB), roles=roles, sizes=dict(event.roles))
 
 
 def _add_worker(state: JobState, event: events.WorkerJoined) -> JobState:
@@ -180,16 +172,7 @@ def _add_worker(state: JobState, event: events.WorkerJoined) -> JobState:
     joined = next_state(WORKER, next_state(WORKER, worker.state, "replace"), "join")
     if joined != WorkerPhase.ALIVE:
         return state
-    worker = WorkerState(
-        state=joined,
-        name=event.name,
-        pid=event.pid,
-        node=event.node,
-        machine=event.machine,
-        incarnation=worker.incarnation + 1,
-        rank=event.rank,
-        group_size=event.group_size,
-    )
+    worker = WorkerState(joined, incarnation=worker.incarnation + 1, **_said(event, OF_WORKER))
     label = events.role_of_slot(event.slot)
     state = replace(state, workers=state.workers | {event.slot: worker})
     if event.slot == state.driver:
@@ -197,6 +180,11 @@ def _add_worker(state: JobState, event: events.WorkerJoined) -> JobState:
     sizes = state.sizes | {label: max(event.group_size, state.sizes.get(label, 0))}
     state = replace(state, sizes=sizes, roles={label: str(RolePhase.STARTING)} | state.roles)
     return _recovered_if_complete(_move_role(state, label, "all_alive") if _are_all_alive(state, label) else state)
+
+
+def _said(event: events.Event, names: Sequence[str]) -> dict[str, Any]:
+    """Return what an event says, for the attributes of these names of a state."""
+    return {name: getattr(event, name) for name in names}
 
 
 def _are_all_alive(state: JobState, label: str) -> bool:
@@ -322,9 +310,6 @@ def _move_job(state: JobState, event: str) -> JobState:
 
 
 def _move_role(state: JobState, label: str, event: str) -> JobState:
-    table: Table = ROLE
-    return (
-        replace(state, roles=state.roles | {label: next_state(table, state.roles[label], event)})
-        if label in state.roles
-        else state
-    )
+    if label not in state.roles:
+        return state
+    return replace(state, roles=state.roles | {label: next_state(ROLE, state.roles[label], event)})

@@ -5,7 +5,7 @@ twice, or a message from a replaced process, is harmless. `reducer.py` decides w
 `failure_policy.py` has what is done about it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -44,49 +44,34 @@ class WorkerPhase(StrEnum):
     ENDED = "ended"  # intentionally
 
 
+def _from_each(states: Iterable[str], event: str, following: str) -> Table:
+    return {(state, event): following for state in states}
+
+
+_UNSTOPPED = (JobPhase.STARTING, JobPhase.RUNNING, JobPhase.RECOVERING)
 JOB: Table = {
     (JobPhase.STARTING, "begin"): JobPhase.RUNNING,
-    (JobPhase.STARTING, "failure"): JobPhase.RECOVERING,
-    (JobPhase.RUNNING, "failure"): JobPhase.RECOVERING,
+    **_from_each((JobPhase.STARTING, JobPhase.RUNNING), "failure", JobPhase.RECOVERING),
     (JobPhase.RECOVERING, "recovered"): JobPhase.RUNNING,
-    (JobPhase.STARTING, "stop"): JobPhase.STOPPING,
-    (JobPhase.RUNNING, "stop"): JobPhase.STOPPING,
-    (JobPhase.RECOVERING, "stop"): JobPhase.STOPPING,
-    **{
-        (state, "succeed"): JobPhase.SUCCEEDED
-        for state in (JobPhase.STARTING, JobPhase.RUNNING, JobPhase.RECOVERING, JobPhase.STOPPING)
-    },
-    **{(state, "abort"): JobPhase.FAILED for state in (JobPhase.STARTING, JobPhase.RUNNING, JobPhase.RECOVERING)},
+    **_from_each(_UNSTOPPED, "stop", JobPhase.STOPPING),
+    **_from_each((*_UNSTOPPED, JobPhase.STOPPING), "succeed", JobPhase.SUCCEEDED),
+    **_from_each(_UNSTOPPED, "abort", JobPhase.FAILED),
     (JobPhase.STOPPING, "abort"): JobPhase.STOPPED,
     (JobPhase.STOPPING, "stopped"): JobPhase.STOPPED,
 }
 ROLE: Table = {
-    (RolePhase.STARTING, "all_alive"): RolePhase.READY,
-    (RolePhase.STARTING, "rebuild"): RolePhase.REBUILDING,
+    **_from_each((RolePhase.STARTING, RolePhase.DEGRADED, RolePhase.REBUILDING), "all_alive", RolePhase.READY),
     (RolePhase.READY, "replica_lost"): RolePhase.DEGRADED,
-    (RolePhase.READY, "rebuild"): RolePhase.REBUILDING,
-    (RolePhase.DEGRADED, "all_alive"): RolePhase.READY,
-    (RolePhase.DEGRADED, "rebuild"): RolePhase.REBUILDING,
-    (RolePhase.REBUILDING, "all_alive"): RolePhase.READY,
-    **{
-        (state, "end"): RolePhase.ENDED
-        for state in (RolePhase.STARTING, RolePhase.READY, RolePhase.DEGRADED, RolePhase.REBUILDING)
-    },
+    **_from_each((RolePhase.STARTING, RolePhase.READY, RolePhase.DEGRADED), "rebuild", RolePhase.REBUILDING),
+    **_from_each((state for state in RolePhase if state != RolePhase.ENDED), "end", RolePhase.ENDED),
 }
 WORKER: Table = {
     (WorkerPhase.STARTING, "join"): WorkerPhase.ALIVE,
-    (WorkerPhase.STARTING, "fail"): WorkerPhase.LOST,
     (WorkerPhase.ALIVE, "go_silent"): WorkerPhase.SILENT,
-    (WorkerPhase.ALIVE, "fail"): WorkerPhase.LOST,
-    (WorkerPhase.ALIVE, "replace"): WorkerPhase.STARTING,
     (WorkerPhase.SILENT, "recover"): WorkerPhase.ALIVE,
-    (WorkerPhase.SILENT, "fail"): WorkerPhase.LOST,
-    (WorkerPhase.SILENT, "replace"): WorkerPhase.STARTING,
-    (WorkerPhase.LOST, "replace"): WorkerPhase.STARTING,
-    **{
-        (state, "end"): WorkerPhase.ENDED
-        for state in (WorkerPhase.STARTING, WorkerPhase.ALIVE, WorkerPhase.SILENT, WorkerPhase.LOST)
-    },
+    **_from_each((WorkerPhase.STARTING, WorkerPhase.ALIVE, WorkerPhase.SILENT), "fail", WorkerPhase.LOST),
+    **_from_each((WorkerPhase.ALIVE, WorkerPhase.SILENT, WorkerPhase.LOST), "replace", WorkerPhase.STARTING),
+    **_from_each((state for state in WorkerPhase if state != WorkerPhase.ENDED), "end", WorkerPhase.ENDED),
 }
 
 
