@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from hybridrl import __version__, main_job
+from hybridrl.errors import ConfigError
 
 GRAPH_FORMATS = ("text", "dot", "svg")
 DEVICE_GIB = {"h100": 79, "h800": 79, "h200": 139, "h20": 95, "a100": 79}
@@ -25,6 +26,12 @@ def command_parser() -> argparse.ArgumentParser:
     for add in (*first, _add_chat, _add_train, _add_init, _add_data, _add_plan, _add_import_verl):
         add(commands)
     return parser
+
+
+def check_port(port: int) -> None:
+    """Raise ConfigError if no server can listen at a port."""
+    if not 0 <= port < 65536:
+        raise ConfigError(f"--port={port}: must be from 0 (any free port) to 65535")
 
 
 def _command(
@@ -135,12 +142,11 @@ def _add_view(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
-    export = commands.add_parser("export", help="write a checkpoint's policy as Hugging Face safetensors")
+    export = _command(commands, "export", "export", "write a checkpoint's policy as Hugging Face safetensors")
     export.add_argument("checkpoint", help="a global_step_N directory")
     export.add_argument("directory", help="where the model goes; it appears complete or not at all")
     export.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, in peft's format")
     _add_trust(export)
-    export.set_defaults(run_command="export")
 
 
 def _add_trust(command: argparse.ArgumentParser) -> None:
@@ -218,11 +224,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     usage = "hybridrl eval [-h] [--n N] [--output DIR] [...] TASK MODEL [key=value ...]"
     run = _command(commands, "eval", "evaluate", what, usage)
     run.add_argument("task", metavar="TASK", help="gsm8k, math, arithmetic, or rows as for data.val_files")
-    run.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a model's directory, hub name or GGUF file, a global_step_N of a run, or http://HOST:PORT/v1",
-    )
+    _add_model(run)
     run.add_argument("--n", type=int, default=1, help="samples per prompt; one is greedy (default: %(default)s)")
     run.add_argument("--output", metavar="DIR", help="where samples and metrics go; default: outputs/eval/TASK")
     _add_endpoint_options(run)
@@ -230,6 +232,11 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "--concurrency", type=int, default=32, metavar="N", help="URL: open requests (default: %(default)s)"
     )
     run.epilog = "key=value: settings of python -m hybridrl.main_ppo, such as data.max_response_length=2048"
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    what = "a model's directory, hub name or GGUF file, a global_step_N of a run, or http://HOST:PORT/v1"
+    command.add_argument("model", metavar="MODEL", help=what)
 
 
 def _add_endpoint_options(command: argparse.ArgumentParser) -> None:
@@ -245,11 +252,7 @@ def _add_endpoint_options(command: argparse.ArgumentParser) -> None:
 def _add_chat(commands: argparse._SubParsersAction) -> None:
     what = "talk to a model in the terminal, until Ctrl-D"
     chat = _command(commands, "chat", "chat", what)
-    chat.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a model's directory, hub name or GGUF file, a global_step_N of a run, or http://HOST:PORT/v1",
-    )
+    _add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     chat.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)g)")
     chat.add_argument("--max-tokens", type=int, metavar="N", help="of one answer; default: what the model has room for")
@@ -286,13 +289,12 @@ def _add_init(commands: argparse._SubParsersAction) -> None:
 def _add_data(commands: argparse._SubParsersAction) -> None:
     data = commands.add_parser("data", help="list known tasks, or inspect a file").add_subparsers(required=True)
     what = "list the known tasks, where their data are, and how to make them"
-    data.add_parser("list", help=what, description=what).set_defaults(run_command="list_tasks")
+    _command(data, "list", "list_tasks", what)
     what = "show a file's rows, columns and lengths, and what a program would refuse"
-    inspect = data.add_parser("inspect", help=what, description=what)
+    inspect = _command(data, "inspect", "inspect_file", what)
     inspect.add_argument("file", metavar="FILE", help="parquet, .jsonl, or ORG/NAME[:SPLIT] of the hub")
     inspect.add_argument("--model", help="a model's directory, hub name or GGUF file: lengths in its tokens")
     inspect.epilog = "key=value: columns of your own, data.prompt_key=question data.ground_truth_key=answer"
-    inspect.set_defaults(run_command="inspect_file")
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

@@ -52,12 +52,12 @@ def plan(arguments: argparse.Namespace) -> int:
         show(overrides(best) if best else f"nothing fits: {found[0].problem}\n")
         return 0 if best else 1
     note = f"of {memory / GIB:.0f} GiB {USABLE:.0%} may be used: "
-    lines = [str(named), "", *memory_table(processes), "", note + (problem or "the job fits as it is"), ""]
+    lines = [named.text, "", *memory_table(processes), "", note + (problem or "the job fits as it is"), ""]
     end = f"settings of the first that fits:\n{overrides(best)}" if best else "nothing fits; take more devices\n"
     show("\n".join([*lines, *layout_table(found), "", end]))
     show(tower_line(config))
     if not problem and (costs := named.costs(config)) is not None:
-        show(expected_step(config, costs, on=str(named)))
+        show(expected_step(config, costs, on=named.text))
     if named.device == "cpu" and named.is_here and (advice := faster_dtype(config, named.bfloat16)):
         show(advice)
     return 1 if problem else 0
@@ -115,9 +115,6 @@ class PlannedDevice:
     known: Device | None = None
     is_here: bool = False
     bfloat16: str = ""
-
-    def __str__(self) -> str:
-        return self.text
 
     def costs(self, config: PPOConfig) -> Device | None:
         """Return the device's speeds in the dtype of the job; None if they are unknown."""

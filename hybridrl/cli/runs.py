@@ -4,12 +4,12 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from importlib.resources import as_file, files
 
+from hybridrl.cli.arguments import check_port
 from hybridrl.doctor.machine import examine_machine
 from hybridrl.doctor.run import examine_run
 from hybridrl.driver.terminal import show
@@ -18,7 +18,6 @@ from hybridrl.framework.graph import timeline
 from hybridrl.view.runs import Run, open_runs
 from hybridrl.view.server import ViewServer
 
-MAX_PORT = 65535
 ARCHIVE = "demo_run.zip"
 
 
@@ -28,8 +27,7 @@ def view_runs(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: There is no run at a path, or the port is in use.
     """
-    if not 0 <= arguments.port <= MAX_PORT:
-        raise ConfigError(f"--port {arguments.port}: must be from 0 (any free port) to {MAX_PORT}")
+    check_port(arguments.port)
     if not arguments.runs and not arguments.demo:
         raise ConfigError("hybridrl view: name the directory of a run, or use --demo for recorded ones")
     with recorded_runs() if arguments.demo else contextlib.nullcontext() as recorded:
@@ -39,7 +37,6 @@ def view_runs(arguments: argparse.Namespace) -> None:
         for run in runs.values():  # before the link is there, so that the page opens at once
             run.metrics.update()
         show(f"{_described(runs)} at {server.link} (Ctrl-C ends it)\n")
-        sys.stdout.flush()
         server.serve()
 
 

@@ -60,19 +60,10 @@ VALIDATED = 256  # prompts of a known task's test split
 FREQUENCY = 20  # steps between two validations, and between two checkpoints
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a run may use: GPUs with their memory in bytes, or with 0 the CPU, and its bfloat16."""
-
-    gpus: int
-    memory: float
-    bfloat16: str = ""
-
-
 def train(arguments: argparse.Namespace) -> None:
     """Run `hybridrl train`; the training takes the place of this process."""
     found = this_machine()
-    words = command_words(arguments, Machine(found.gpus, found.memory, found.bfloat16))
+    words = command_words(arguments, found)
     command = [sys.executable, "-m", *words]
     show(f"python -m {shlex.join(words)}\n")
     if words[0] == "hybridrl.main_ppo":
@@ -89,7 +80,7 @@ def _expected(words: list[str], found: ThisMachine) -> str:
     return "" if config is None or costs is None else f"{found}{expected_step(config, costs, on=str(found))}"
 
 
-def command_words(arguments: argparse.Namespace, found: Machine) -> list[str]:
+def command_words(arguments: argparse.Namespace, found: ThisMachine) -> list[str]:
     """Return the module of the program and its settings.
 
     Raises:
@@ -141,7 +132,7 @@ class _About:
     folder: str  # with its files; a name of the hub is the same
     rows: list[list[int]]  # tokens of the measured prompts or conversations
     num_rows: int
-    machine: Machine
+    machine: ThisMachine
 
     @property
     def length(self) -> int:
@@ -219,7 +210,7 @@ def _supervised_settings(about: _About, module: str) -> dict[str, Any]:
     return chosen | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
 
 
-def _planned(words: list[str], found: Machine) -> list[str]:
+def _planned(words: list[str], found: ThisMachine) -> list[str]:
     """Return the words with the micro-batches and offloads that fit; the user's words stay the last."""
     config = load_config(PPOConfig, words, program="hybridrl train", config_name="ppo_trainer")
     if config is None:  # --cfg job has shown the settings
@@ -227,7 +218,7 @@ def _planned(words: list[str], found: Machine) -> list[str]:
     validate_config(config)
     devices = Devices(
         read_shape=read_shape,
-        device="cuda" if found.gpus else "cpu",
+        device=found.device,
         memory=found.memory,
         budget=USABLE * found.memory,
     )

@@ -11,7 +11,8 @@ import pytest
 
 from hybridrl import cli, main_dpo, main_ppo, main_sft
 from hybridrl.cli.arguments import command_parser
-from hybridrl.cli.train import Machine, command_words
+from hybridrl.cli.train import command_words
+from hybridrl.planning.machine import ThisMachine
 from tests.support.end_to_end.runs import metrics, write_prompts, write_reward
 
 GIB = 2**30
@@ -70,10 +71,10 @@ def test_gpus_get_ray_and_what_does_not_fit_is_refused(tmp_path, tiny_qwen2):
     file = write_prompts(tmp_path / "a.parquet", 5)
     arguments = command_parser().parse_args(["train", file, str(tiny_qwen2)])
     arguments.settings = []
-    words = command_words(arguments, Machine(4, 80 * GIB))
+    words = command_words(arguments, ThisMachine("cuda", "H100", 80 * GIB, cores=16, gpus=4, bfloat16=""))
     assert "trainer.n_gpus_per_node=4" in words and "trainer.backend=local" not in words
     with pytest.raises(ValueError, match="does not fit into this machine's memory"):
-        command_words(arguments, Machine(1, 1e6))
+        command_words(arguments, ThisMachine("cuda", "tiny", 1e6, cores=1, gpus=1, bfloat16=""))
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_a_port_in_use_is_one_line_with_the_way_out(run):
     [
         ([], "name the directory of a run, or use --demo"),
         (["no/such/run"], "no/such/run: there is no such directory"),
-        (["x", "--port", "70000"], "--port 70000: must be from 0"),
+        (["x", "--port", "70000"], "--port=70000: must be from 0"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(words, says, capsys):

@@ -2,8 +2,9 @@
 
 import argparse
 import os
-import sys
+from typing import Any
 
+from hybridrl.cli.arguments import check_port
 from hybridrl.cli.models.export import model_directory
 from hybridrl.driver.cluster.ray_cluster import start_ray
 from hybridrl.driver.terminal import show
@@ -19,26 +20,18 @@ def serve(arguments: argparse.Namespace) -> None:
     """Run `hybridrl serve` until Ctrl-C."""
     if arguments.replicas < 1:
         raise ConfigError(f"--replicas={arguments.replicas}: must be 1 or more")
-    if not 0 <= arguments.port < 65536:
-        raise ConfigError(f"--port={arguments.port}: must be from 0 (any free port) to 65535")
+    check_port(arguments.port)
     with model_directory(arguments.model, trust_remote_code=arguments.trust_remote_code) as path:
         model = loaded_model(arguments, path)
         if arguments.replicas > 1:
             start_ray()
         setup, num = model.setup(), arguments.replicas
         replicas = one_replica(setup) if num == 1 else replicas_on_ray(setup, [num])
-        serve_forever(
-            model,
-            replicas,
-            host=arguments.host,
-            port=arguments.port,
-            on_start=_print_address,
-        )
+        serve_forever(model, replicas, host=arguments.host, port=arguments.port, on_start=_print_address)
 
 
 def _print_address(endpoint: Endpoint) -> None:
     show(f"serving {endpoint.served.name} at http://{endpoint.host}:{endpoint.port}/v1\n")
-    sys.stdout.flush()
 
 
 def loaded_model(arguments: argparse.Namespace, path: str) -> StandaloneModel:
@@ -51,15 +44,19 @@ def loaded_model(arguments: argparse.Namespace, path: str) -> StandaloneModel:
         raise ConfigError(
             f"--engine={arguments.engine}: needs the capability requests, which it does not declare; use hf"
         )
-    trust = arguments.trust_remote_code
-    tokenizer = load_tokenizer(path, key="model", trust_remote_code=trust)
-    check_model(path, key="model", tokenizer=tokenizer, trust_remote_code=trust)
     return StandaloneModel(
         path=path,
         name=os.path.basename(os.path.normpath(arguments.model)),
-        tokenizer=tokenizer,
-        trust_remote_code=trust,
+        tokenizer=checked_tokenizer(path, trust_remote_code=arguments.trust_remote_code),
+        trust_remote_code=arguments.trust_remote_code,
         engine=arguments.engine,
         max_length=arguments.max_length,
         device=arguments.device,
     )
+
+
+def checked_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
+    """Return a model's tokenizer. Raises ConfigError if the model cannot be used."""
+    tokenizer = load_tokenizer(path, key="model", trust_remote_code=trust_remote_code)
+    check_model(path, key="model", tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    return tokenizer
