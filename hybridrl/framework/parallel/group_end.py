@@ -4,15 +4,14 @@
 the others finish their step. What still runs after half the time is interrupted, and after all of it killed.
 """
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.errors import CallTimeout
-from hybridrl.framework.parallel.group_member import NAMESPACE, on_inbox_thread
-from hybridrl.single_controller.cluster import get_value
+from hybridrl.framework.parallel.group_member import on_inbox_thread
+from hybridrl.single_controller.cluster import find_actor, get_value
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT_S = 20.0  # to flush files at exit before the kill, and again for the kill to take effect
@@ -74,15 +73,7 @@ def _note_failure(reference: Any, name: str, because: BaseException) -> None:
 
 def allow_exit(members: Sequence[Any]) -> None:
     """Let idle processes exit by themselves, so that their exit handlers run."""
-    import ray
-
-    if members:
-        ray.wait(
-            [member.__ray_terminate__.remote() for member in members],
-            num_returns=len(members),
-            timeout=EXIT_TIMEOUT_S,
-            fetch_local=False,
-        )
+    _wait([member.__ray_terminate__.remote() for member in members], EXIT_TIMEOUT_S)
 
 
 def kill(members: Mapping[str, Any]) -> None:
@@ -97,18 +88,9 @@ def kill(members: Mapping[str, Any]) -> None:
         ray.kill(member, no_restart=True)
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     for name in members:
-        while _is_running(name):
+        while find_actor(name) is not None:
             if time.monotonic() > deadline:
                 raise CallTimeout(
                     f"{name} was killed and is still registered after {EXIT_TIMEOUT_S:g} s; is its node reachable?"
                 )
             time.sleep(0.01)
-
-
-def _is_running(name: str) -> bool:
-    import ray
-
-    with contextlib.suppress(ValueError):
-        ray.get_actor(name, namespace=NAMESPACE)
-        return True
-    return False

@@ -16,7 +16,6 @@ from hybridrl.framework.parallel.message_queue import Message
 from hybridrl.framework.parallel.peer_router import peer_router
 
 logger = logging.getLogger(__name__)
-NAMESPACE = "hybridrl"  # Ray namespace of the processes' names; worker groups use it too
 INBOX = "inbox"  # Ray concurrency group of one thread, for methods that run while `main` does
 
 

@@ -14,8 +14,9 @@ from typing import Any, Self
 
 from hybridrl.errors import PlacementError, WorkerLost
 from hybridrl.framework.parallel.group_end import allow_exit, end_mains, kill
-from hybridrl.framework.parallel.group_member import INBOX, NAMESPACE, GroupMember, on_inbox_thread
+from hybridrl.framework.parallel.group_member import INBOX, GroupMember, on_inbox_thread
 from hybridrl.single_controller.awaiting import wait_all
+from hybridrl.single_controller.cluster import NAMESPACE, actor_names, find_actor
 from hybridrl.single_controller.monitoring.process import PROCESS
 
 logger = logging.getLogger(__name__)
@@ -197,9 +198,10 @@ def find_members(targets: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
         if not _members_of(target) and timeout_s:
             logger.warning("waiting up to %g s for attach_to=%r, which is not running yet", timeout_s, target)
         if not (members := _wait_for_members(target, deadline)):
+            groups = sorted({name.rpartition("/node-")[0] for name in _member_names()})
             raise PlacementError(
                 f"attach_to={target!r} is not running on this cluster after {timeout_s:g} s; there are "
-                f"{', '.join(_running_groups()) or 'no groups'}. Both programs need the same Ray cluster: start "
+                f"{', '.join(groups) or 'no groups'}. Both programs need the same Ray cluster: start "
                 "one with `ray start --head`, and set RAY_ADDRESS=HOST:PORT for both"
             )
         found |= members
@@ -224,22 +226,10 @@ def _wait_for_members(target: str, deadline: float) -> dict[str, Any]:
 
 
 def _members_of(target: str) -> dict[str, Any]:
-    import ray
-
-    members = {}
-    for name in _member_names():
-        if name == target or name.startswith(f"{target}/node-"):
-            with contextlib.suppress(ValueError):  # it has just ended
-                members[name] = ray.get_actor(name, namespace=NAMESPACE)
-    return members
+    names = [name for name in _member_names(target) if name == target or name.startswith(f"{target}/node-")]
+    found = {name: find_actor(name) for name in names}
+    return {name: member for name, member in found.items() if member is not None}  # None: it has just ended
 
 
-def _running_groups() -> list[str]:
-    return sorted({name.rpartition("/node-")[0] for name in _member_names()})
-
-
-def _member_names() -> list[str]:
-    import ray
-
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and "/node-" in actor["name"]]
+def _member_names(prefix: str = "") -> list[str]:
+    return [name for name in actor_names(prefix) if "/node-" in name]

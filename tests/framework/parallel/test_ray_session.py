@@ -5,8 +5,8 @@ import pytest
 from hybridrl.driver.cluster import ray_cluster
 from hybridrl.errors import PlacementError
 from hybridrl.framework.parallel import ray_session
-from hybridrl.framework.parallel.group_member import NAMESPACE
 from hybridrl.framework.parallel.process_group import find_members
+from hybridrl.single_controller.cluster import NAMESPACE
 from tests.support.driver.ray_head import free_port
 
 
