@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 
 from hybridrl.driver.run_context import RunContext
-from hybridrl.driver.signals import EXIT_CODE, Terminated, acknowledged_interrupts
+from hybridrl.driver.signals import EXIT_CODE, INTERRUPT_EXIT_CODE, Terminated, acknowledged_interrupts
 from hybridrl.driver.terminal import TerminalFormatter, show_error
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 
@@ -47,19 +47,17 @@ def run_program(
         show_error(f"{error}\n")
         return 2
     except (KeyboardInterrupt, Terminated) as error:
-        how = "terminated" if isinstance(error, Terminated) else "interrupted"
-        about = f"; {_progress(run.directory, newest_checkpoint)}" if trains else ""
-        show_error(f"{how}{about}\n")
-        return EXIT_CODE if isinstance(error, Terminated) else 130
+        code, why = EXIT_CODE if isinstance(error, Terminated) else INTERRUPT_EXIT_CODE, ""
     except Exception as error:
-        if termination.received:  # the workers may have received the signal too, and their loss is then no failure
-            about = f"; {_progress(run.directory, newest_checkpoint)}" if trains else ""
-            how = "terminated" if termination.exit_code == EXIT_CODE else "interrupted"
-            show_error(f"{how}{about} ({format_error(error)})\n")
-            return termination.exit_code
-        more = _traceback_or_its_place(error, run.directory, newest_checkpoint)
-        show_error(f"{format_error(error)}\n" + (f"{more}\n" if more else ""))
-        return 1
+        if not termination.received:
+            more = _traceback_or_its_place(error, run.directory, newest_checkpoint)
+            show_error(f"{format_error(error)}\n" + (f"{more}\n" if more else ""))
+            return 1
+        # The workers may have received the signal too, and their loss is then no failure.
+        code, why = termination.exit_code, f" ({format_error(error)})"
+    about = f"; {_progress(run.directory, newest_checkpoint)}" if trains else ""
+    show_error(f"{'terminated' if code == EXIT_CODE else 'interrupted'}{about}{why}\n")
+    return code
 
 
 def _progress(directory: str | None, newest_checkpoint: Callable[[str], str | None]) -> str:

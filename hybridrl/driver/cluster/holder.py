@@ -215,10 +215,6 @@ def _kill_all() -> None:
     until = time.monotonic() + KILL_TIMEOUT_S
     while (pids := [pid for pid in descendants() if read_process_stat(pid).state]) and time.monotonic() < until:
         for pid in pids:
-            _kill(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
