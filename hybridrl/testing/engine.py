@@ -63,12 +63,10 @@ def check_engine(
         ConformanceError: The engine breaks its contract; the message has the sentence that does not hold.
     """
     own = settings if settings is not None else getattr(make, "Config", EngineSettings)()
-    if directory is not None:
-        return run_checks(CHECKS, _Trial(make, own, device, Path(directory)), subject="engine")
-    if _world_size() > 1:
+    if directory is None and _world_size() > 1:
         raise ValueError("directory=None: give the same directory on all ranks, for models and checkpoints")
     with tempfile.TemporaryDirectory() as folder:
-        return run_checks(CHECKS, _Trial(make, own, device, Path(folder)), subject="engine")
+        return run_checks(CHECKS, _Trial(make, own, device, Path(directory or folder)), subject="engine")
 
 
 @dataclass
