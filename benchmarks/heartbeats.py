@@ -18,7 +18,7 @@ import time
 
 import ray
 
-from hybridrl.master.service.client import MasterSettings, start_master
+from hybridrl.master.service.client import start_master
 from hybridrl.master.state.events import JobEnded, JobStarted, encode
 from hybridrl.single_controller.cluster import master_name
 from hybridrl.single_controller.monitoring.heartbeat_client import machine_id
@@ -50,7 +50,7 @@ def main() -> None:
     )
     context = ray.init(log_to_driver=False, logging_level="ERROR", **own)
     with tempfile.TemporaryDirectory() as folder:
-        master = start_master(JobStarted("simulated", "simulated-1"), os.path.join(folder, "journal"), MasterSettings())
+        master = start_master(JobStarted("simulated", "simulated-1"), os.path.join(folder, "journal"))
         pid = ray.get(master.describe.remote())["pid"]
         idle = cpu_share(pid, arguments.seconds)
         with_heartbeats, without = one_worker(context.address_info["gcs_address"], arguments.seconds)

@@ -140,7 +140,7 @@ class JobSupervisor:
             run=self._run,
             journal=self._journal,
             restarts_driver=True,  # Ray does: the supervisor is this job's driver
-            replicas=[*replicas, TRAINER],
+            replicas=(*replicas, TRAINER),
             on_stop=self._stop,
             is_restart=is_restart,
             driver=SUPERVISOR,

@@ -15,12 +15,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from hybridrl.errors import CallTimeout, PlacementError, WorkerLost
-from hybridrl.master.service.job_master import JobMaster, MasterSettings
+from hybridrl.master.service.job_master import HANG_S, JobMaster
 from hybridrl.master.state import events
 from hybridrl.master.state.tables import JOB_ENDS
 from hybridrl.single_controller.cluster import MASTER, actor_names, find_actor, get_value, master_name, process_here
@@ -46,14 +46,11 @@ class MasterClient:
         run: Unique name of this run.
         journal: Directory on any fsspec path.
         restarts_workers: See `JobStarted`.
-        restarts_driver: See `JobStarted`.
-        replicas: Roles that go on without some of their processes.
         is_restart: Reattach to the master of the previous driver.
-        hang_s: See `MasterSettings`.
+        hang_s: How long a method may take, see `HANG_S`.
         on_stop: Called in a thread when a stop was requested. By default the process gets SIGTERM.
-        supervisor_pid: See `JobStarted`.
-        driver: Slot of this process, see `JobStarted`.
-        spec, plan: See `JobStarted`.
+        **about: Other attributes of `JobStarted`: `restarts_driver`, `replicas`, `supervisor_pid`, `driver` (the slot
+            of this process), `spec` and `plan`.
 
     Raises:
         PlacementError: If this run has a master already.
@@ -66,34 +63,17 @@ class MasterClient:
         run: str,
         journal: str,
         restarts_workers: bool = True,
-        restarts_driver: bool = False,
-        replicas: Iterable[str] = (),
         is_restart: bool = False,
-        hang_s: float = MasterSettings.hang_s,
+        hang_s: float = HANG_S,
         on_stop: Callable[[str], None] | None = None,
-        supervisor_pid: int = 0,
-        driver: str = events.TRAINER,
-        spec: str = "",
-        plan: str = "",
+        **about: Any,
     ) -> None:
         self.run, self.step, self.commit = run, 0, ""
         self._activity: tuple[str | None, float] = (None, time.perf_counter())
         self._calls = 0
-        job_started = events.JobStarted(
-            job,
-            run,
-            replicas=tuple(replicas),
-            restarts_workers=restarts_workers,
-            restarts_driver=restarts_driver,
-            supervisor_pid=supervisor_pid,
-            driver=driver,
-            spec=spec,
-            plan=plan,
-        )
-        self.master = (is_restart and reattach_master(run)) or start_master(
-            job_started, journal, MasterSettings(hang_s)
-        )
-        hello = {"slot": driver, "name": f"{run}/{driver}"}
+        started = events.JobStarted(job, run, restarts_workers=restarts_workers, **about)
+        self.master = (is_restart and reattach_master(run)) or start_master(started, journal, hang_s)
+        hello = {"slot": started.driver, "name": f"{run}/{started.driver}"}
         self._on_stop, self._stop_received = on_stop or _stop_process, False
         find = functools.partial(process_here, self.master)
         self._master_watch = FreezeWatch("the master", find=find, consequence="Ray restarts it", kill=kill_process)
@@ -202,14 +182,14 @@ class MasterClient:
         self.close()
 
 
-def start_master(job_started: events.JobStarted, journal: str, settings: MasterSettings) -> Any:
+def start_master(job_started: events.JobStarted, journal: str, hang_s: float = HANG_S) -> Any:
     """Start the master of this process's run on the same node, and return its actor without waiting.
 
     Raises:
         PlacementError: If the run has a master already.
     """
     options = {"max_restarts": -1, "max_concurrency": MAX_CONCURRENT_CALLS}
-    arguments = (job_started, journal, settings, process_identity())
+    arguments = (job_started, journal, hang_s, process_identity())
     try:
         return start_detached(master_name(job_started.run), JobMaster, *arguments, must_be_here=True, **options)
     except ValueError as error:

@@ -56,16 +56,8 @@ def list_jobs() -> str:
     for run, description in sorted(described.items()):
         alive = sum(worker["state"] == "alive" for worker in description["workers"].values())
         minutes = f"{(time.time() - description['started']) / 60:.0f} min"
-        rows.append(
-            (
-                run,
-                description["job"],
-                description["state"],
-                str(description["step"]),
-                f"{alive}/{len(description['workers'])} alive",
-                minutes,
-            )
-        )
+        about = [str(description[name]) for name in ("job", "state", "step")]
+        rows.append([run, *about, f"{alive}/{len(description['workers'])} alive", minutes])
     table = text_table(("RUN", "JOB", "STATE", "STEP", "PROCESSES", "FOR"), rows, is_ruled=False)
     return "\n".join([f"Ray cluster at {_cluster()}", *table]) + "\n"
 
@@ -171,15 +163,13 @@ def _history(job: str, address: str | None) -> list[JournalEntry]:
     master, journals = _find(job, address)
     if master is None:
         return history(journals[0])
-    entries: list[JournalEntry] = _get(master.history.remote())
-    return entries
+    return _get(master.history.remote())
 
 
 def _cluster() -> str:
     import ray
 
-    address: str = ray.get_runtime_context().gcs_address
-    return address
+    return ray.get_runtime_context().gcs_address
 
 
 def _describe_all(found: dict[str, Any]) -> dict[str, dict[str, Any]]:

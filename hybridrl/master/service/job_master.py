@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from hybridrl.errors import CallTimeout
@@ -35,18 +35,8 @@ TICK_S, QUICK_TICK_S = 0.25, 0.02  # period of the checks; the quick one while a
 NODE_POLL_PERIOD_S = 1.0
 PRESENT = (WorkerPhase.ALIVE, WorkerPhase.SILENT)
 TRAINER_RESTART_TIMEOUT_S = 120.0  # from the loss of a trainer to the first message of the next one
+HANG_S = 300.0  # a method that takes longer than this, and than three times its longest time so far, is inspected
 SHUTDOWN_GRACE_S = 5.0  # for processes to exit by themselves after the end of the job
-
-
-@dataclass(frozen=True)
-class MasterSettings:
-    """Settings of a master.
-
-    Attributes:
-        hang_s: A method that takes longer than this, and than three times its longest time so far, is inspected.
-    """
-
-    hang_s: float = 300.0
 
 
 class MasterLoop:
@@ -55,9 +45,7 @@ class MasterLoop:
     Only the thread that executes `run` changes the state; other threads pass it events by `enqueue`.
     """
 
-    def __init__(
-        self, job_started: events.JobStarted, journal: str, settings: MasterSettings, trainer: dict[str, Any]
-    ) -> None:
+    def __init__(self, job_started: events.JobStarted, journal: str, hang_s: float, trainer: dict[str, Any]) -> None:
         import ray
 
         self.journal = JournaledState(journal)
@@ -68,7 +56,7 @@ class MasterLoop:
         self._nodes: dict[str, dict[str, Any]] = {}  # node id -> its entry in `ray.nodes()`
         run_directory = os.path.dirname(os.path.abspath(journal))
         self.monitor = Monitor(self.machine_id, self._probe_remote, self._node_loss_reason, run_directory=run_directory)
-        self.hangs = HangDetector(self.monitor, self._request_stacks, journal=journal, hang_s=settings.hang_s)
+        self.hangs = HangDetector(self.monitor, self._request_stacks, journal=journal, hang_s=hang_s)
         self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self._probes: list[tuple[Any, Callable[[ProcessStat | None], None]]] = []
         self._by_slot: dict[str, Connection] = {}
@@ -168,28 +156,21 @@ class MasterLoop:
                 if effect.slot == self.journal.state.driver:
                     self._trainer_deadline = time.monotonic() + TRAINER_RESTART_TIMEOUT_S
             case events.StopTrainer():
-                if (driver := self._driver()) is not None:
-                    driver.send({"stop": effect.reason})
+                self._tell_driver({"stop": effect.reason})
             case events.NotifyTrainer():
-                if (driver := self._driver()) is not None:
-                    driver.send({"notice": effect.text})
+                self._tell_driver({"notice": effect.text})
             case events.ReleaseJob():
                 state = self.journal.state
                 logger.info("job %s is %s at step %d: %s", state.run, state.state, state.step, effect.reason)
                 self._finished_at = self._finished_at or time.monotonic()
 
-    def _driver(self) -> Connection | None:
-        return self._by_slot.get(self.journal.state.driver)
+    def _tell_driver(self, message: Mapping[str, str]) -> None:
+        if (driver := self._by_slot.get(self.journal.state.driver)) is not None:
+            driver.send(message)
 
     def _log_recovery(self, effect: events.RecoveryNeeded) -> None:
-        action = (
-            "the driver"
-            if effect.slot not in events.DRIVERS
-            else "the supervisor"
-            if effect.slot == events.TRAINER
-            else "Ray"
-        )
-        logger.warning("step %d: %s; %s decides what follows", self.journal.state.step, effect.reason, action)
+        who = {events.TRAINER: "the supervisor", events.SUPERVISOR: "Ray"}.get(effect.slot, "the driver")
+        logger.warning("step %d: %s; %s decides what follows", self.journal.state.step, effect.reason, who)
 
     def _kill_process(self, name: str, pid: int, node: str, machine_id: str) -> None:
         if machine_id == self.machine_id:
@@ -318,14 +299,12 @@ class JobMaster:
     Its thread starts in `__init__`, against the rule, because Ray calls nothing else when it restarts an actor.
     """
 
-    def __init__(
-        self, job_started: events.JobStarted, journal: str, settings: MasterSettings, trainer: dict[str, Any]
-    ) -> None:
+    def __init__(self, job_started: events.JobStarted, journal: str, hang_s: float, trainer: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         self.journal, self.started = journal, time.time()
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # a socket and a pidfd per worker
-        self.master = MasterLoop(job_started, journal, settings, trainer)
+        self.master = MasterLoop(job_started, journal, hang_s, trainer)
         threading.Thread(target=self._run, name="master", daemon=True).start()
 
     def _run(self) -> None:

@@ -131,11 +131,10 @@ def test_a_reported_decision_is_in_the_journal_and_in_the_status(tmp_path):
 def test_a_driver_that_dies_before_its_first_message_leaves_no_master_behind(tmp_path):
     program = (
         "import os, sys, ray\n"
-        "from hybridrl.master.service.client import start_master\nfrom hybridrl.master.service.job_master "
-        "import MasterSettings\n"
+        "from hybridrl.master.service.client import start_master\n"
         "from hybridrl.master.state.events import JobStarted\n"
         "ray.init(address=sys.argv[1], log_to_driver=False)\n"
-        "ray.get(start_master(JobStarted('job', 'job-e'), sys.argv[2], MasterSettings()).describe.remote())\n"
+        "ray.get(start_master(JobStarted('job', 'job-e'), sys.argv[2]).describe.remote())\n"
         "os.kill(os.getpid(), 9)\n"
     )
     address = ray.get_runtime_context().gcs_address
