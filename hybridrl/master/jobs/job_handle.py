@@ -6,6 +6,7 @@ supervisor.
 Lives in the trainer's process.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -20,6 +21,8 @@ from hybridrl.single_controller.processes.worker_processes import WorkerProcesse
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 
 PROGRESS_TIMEOUT_S = 30.0
+# What a handle has of its group's processes, under the same names.
+PASSED_ON = ("hosts", "names", "process_ids", "nodes", "rendezvous_address", "concurrency_groups")
 RECOVERY_TIMEOUT_S = 3600.0  # constructors may load a model; each step of a recovery has a deadline of its own
 
 
@@ -29,6 +32,7 @@ class GroupHandle:
 
     Attributes:
         worker_cls: Cloudpickle of the class, so that the caller needs no copy of its file.
+        hosts, names, process_ids, nodes, rendezvous_address, concurrency_groups: As `WorkerProcesses` has them.
     """
 
     role: str
@@ -37,29 +41,19 @@ class GroupHandle:
     names: list[str]
     process_ids: list[int]
     nodes: list[str]
-    master: tuple[str, int]
+    rendezvous_address: tuple[str, int]
     concurrency_groups: frozenset[str] = frozenset()
 
     @classmethod
     def from_group(cls, group: RayWorkerGroup) -> Self:
-        current = group.processes
-        fields = (
-            list(current.hosts),
-            list(current.names),
-            list(current.process_ids),
-            list(current.nodes),
-            current.rendezvous_address,
-            current.concurrency_groups,
-        )
-        return cls(group.role, cloudpickle.dumps(group.worker_cls), *fields)
+        current = {name: copy.copy(getattr(group.processes, name)) for name in PASSED_ON}
+        return cls(group.role, cloudpickle.dumps(group.worker_cls), **current)
 
     def to_group(self) -> RayWorkerGroup:
         """Return the group. Does not call its processes, which may be busy."""
         worker_cls = cloudpickle.loads(self.worker_cls)
-        fields = (list(self.hosts), list(self.names), {self.role: worker_cls}, list(self.process_ids), self.master)
-        processes = WorkerProcesses(
-            self.role, *fields, nodes=list(self.nodes), concurrency_groups=self.concurrency_groups
-        )
+        current = {name: copy.copy(getattr(self, name)) for name in PASSED_ON}
+        processes = WorkerProcesses(self.role, classes={self.role: worker_cls}, **current)
         return RayWorkerGroup.from_processes(processes, worker_cls, role=self.role)
 
 

@@ -78,11 +78,10 @@ def _role_recipe(entry: str, context: JobContext, max_restart: int, *, has_train
         return EntryRecipe(args, has_run=True, is_callable=False, has_group=False, marked={})
     loaded = unwrap_ray_class(load_entry(role, entry))
     functions, marked = _marked(role, loaded)
+    own: dict[str, Any] = {"context": context, "functions": functions, "max_restart": max_restart}
     if not inspect.isclass(loaded):
         select_arguments(role, loaded, offered_arguments(context))
-        args = EntryArgs(
-            EntryWorker, (loaded, context), {}, context=context, functions=functions, max_restart=max_restart
-        )
+        args = EntryArgs(EntryWorker, (loaded, context), {}, **own)
         return EntryRecipe(args, has_run=True, is_callable=True, has_group=False, marked=marked)
     if not (has_run := runs_by_itself(loaded)) and not has_trainer:
         raise ConfigError(
@@ -90,7 +89,7 @@ def _role_recipe(entry: str, context: JobContext, max_restart: int, *, has_train
             "or a trainer"
         )
     kwargs = {} if hasattr(loaded, "from_job") else select_arguments(role, loaded, offered_arguments(context))
-    args = EntryArgs(loaded, (), kwargs, context=context, functions=functions, max_restart=max_restart, has_run=has_run)
+    args = EntryArgs(loaded, (), kwargs, has_run=has_run, **own)
     return EntryRecipe(args, has_run=has_run, is_callable=True, has_group=True, marked=marked)
 
 
@@ -99,14 +98,8 @@ def _trainer_recipe(entry: str, context: JobContext, plan: Plan, max_restart: in
     if not hasattr(loaded, "from_job"):
         select_arguments(TRAINER, loaded, {"job": None, "groups": None, "config": None})
     functions, marked = _marked(TRAINER, loaded)
-    args = EntryArgs(
-        TrainerEntryWorker,
-        (loaded, context.config, plan),
-        {},
-        context=context,
-        functions=functions,
-        max_restart=max_restart,
-    )
+    own: dict[str, Any] = {"context": context, "functions": functions, "max_restart": max_restart}
+    args = EntryArgs(TrainerEntryWorker, (loaded, context.config, plan), {}, **own)
     return EntryRecipe(args, has_run=True, is_callable=bool(marked), has_group=False, marked=marked)
 
 

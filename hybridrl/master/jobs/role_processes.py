@@ -6,7 +6,7 @@ It starts them, finds lost ones, restarts them, and keeps the roster of each rol
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from hybridrl.errors import ConnectionLost, WorkerLost
 from hybridrl.master.jobs.entry_worker import INTERRUPT, LIST, RUN
 from hybridrl.master.jobs.job_handle import GroupHandle
 from hybridrl.master.jobs.recipes import EntryRecipe
-from hybridrl.master.jobs.roster import Roster, RosterAnswer, RosterState, unknown_role
+from hybridrl.master.jobs.roster import Roster, RosterAnswer, RosterState
 from hybridrl.master.plan.packing import pack_plan
 from hybridrl.master.plan.restart_policy import restart_set
 from hybridrl.master.plan.spec import TRAINER, JobSpec
@@ -110,7 +110,7 @@ class RoleProcesses:
         Called in other threads.
         """
         if role not in self.restarts:
-            return unknown_role(role, self.restarts)
+            return RosterAnswer(RosterState.UNKNOWN, hint=f"the job's roles are {', '.join(self.restarts)}")
         if not self.groups:
             return RosterAnswer(RosterState.STARTING)
         if not self.recipes[role].is_callable:
@@ -174,8 +174,10 @@ class RoleProcesses:
         self._suspects.clear()
         reported = {position: lost for position, lost in self._reported().items() if position not in ignored}
         dead = reported | self._pinged(positions, DEATH_CHECK_TIMEOUT_S)
-        if isinstance(raised, WorkerLost) and ((raised.role, raised.rank) in dead or _is_cut_off(raised, positions)):
-            dead[raised.role, raised.rank] = raised
+        if isinstance(raised, WorkerLost):
+            position = raised.role, raised.rank
+            if position in dead or (isinstance(raised, ConnectionLost) and position in positions):
+                dead[position] = raised
         return dead
 
     def _pinged(self, positions: Iterable[Position], timeout_s: float) -> dict[Position, WorkerLost]:
@@ -255,10 +257,6 @@ def add_trainer_process(plan: Plan) -> Plan:
     process = ProcessPlan(TRAINER, (TRAINER,), ((0, 0),), bundle, environment=driver.environment)
     pool = PoolPlan(TRAINER, (driver.reservation,))
     return replace(plan, processes=(*plan.processes, process), pools=(*plan.pools, pool), driver=None)
-
-
-def _is_cut_off(raised: WorkerLost, positions: Collection[Position]) -> bool:
-    return isinstance(raised, ConnectionLost) and (raised.role, raised.rank) in positions
 
 
 def _knows(master: MasterClient, role: str, process_ids: Mapping[int, int]) -> bool:

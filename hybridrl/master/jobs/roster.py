@@ -8,7 +8,6 @@ an earlier roster calls processes that are gone: look the role up again, and com
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -141,8 +140,3 @@ def loss_account(lost: WorkerLost) -> WorkerLost:
         return lost
     reason = exit_reason_of(cluster.find_actor(cluster.master_name(current_context().run)), lost.role, lost.rank)
     return WorkerLost(lost.role, lost.rank, lost.method, reason) if reason else lost
-
-
-def unknown_role(role: str, sizes: Mapping[str, int]) -> RosterAnswer:
-    """Return the answer for a role that the job does not have."""
-    return RosterAnswer(RosterState.UNKNOWN, hint=f"the job's roles are {', '.join(sizes)}")
