@@ -57,7 +57,7 @@ class Monitor:
         self._machine_id, self._probe_remote, self._silence_timeout_s = machine_id, probe_remote, silence_timeout_s
         self._node_loss_reason = node_loss_reason
         self._last_check = time.monotonic()
-        self._events: list[job_events.Event] = []
+        self._events: list[job_events.JobEvent] = []
         self._low_resources, self._stragglers = LowResourceDetector(run_directory), StragglerDetector()
         self._next_check = {self._low_resources: 0.0, self._stragglers: 0.0}
 
@@ -79,7 +79,7 @@ class Monitor:
 
     # -- messages
 
-    def handle_message(self, connection: Connection, message: Mapping[str, Any] | None) -> list[job_events.Event]:
+    def handle_message(self, connection: Connection, message: Mapping[str, Any] | None) -> list[job_events.JobEvent]:
         """Process a message, or the end of a connection (None), and return the resulting events."""
         slot = connection.hello["slot"]
         process = self.processes.get(slot)
@@ -101,7 +101,7 @@ class Monitor:
             return [job_events.WorkerRecovered(slot, process.pid)]
         return []
 
-    def _register(self, connection: Connection) -> job_events.Event:
+    def _register(self, connection: Connection) -> job_events.JobEvent:
         hello = connection.hello
         self.remove(hello["slot"])
         process = ProcessRecord(
@@ -143,7 +143,7 @@ class Monitor:
             process.disconnected_at > since and process.pidfd_watch is not None for process in self.processes.values()
         )
 
-    def check(self) -> list[job_events.Event]:
+    def check(self) -> list[job_events.JobEvent]:
         """Check all disconnected and silent processes and return the new events."""
         now = time.monotonic()
         if now - self._last_check > SELF_STALL_S:
@@ -164,8 +164,8 @@ class Monitor:
         events, self._events = self._events, []
         return [*events, *self._run_detectors(now)]
 
-    def _run_detectors(self, now: float) -> list[job_events.Event]:
-        warnings: list[job_events.Event] = []
+    def _run_detectors(self, now: float) -> list[job_events.JobEvent]:
+        warnings: list[job_events.JobEvent] = []
         for detector, period_s in ((self._low_resources, CAPACITY_PERIOD_S), (self._stragglers, STRAGGLER_PERIOD_S)):
             if now >= self._next_check[detector]:
                 self._next_check[detector] = now + period_s

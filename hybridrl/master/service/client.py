@@ -96,7 +96,7 @@ class MasterClient:
 
     # -- reports
 
-    def send(self, event: events.Event) -> None:
+    def send(self, event: events.JobEvent) -> None:
         """Send an event to the master. Returns at once."""
         self._heartbeats.send(events.encode(event))
 

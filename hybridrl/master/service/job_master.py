@@ -57,7 +57,7 @@ class MasterLoop:
         run_directory = os.path.dirname(os.path.abspath(journal))
         self.monitor = Monitor(self.machine_id, self._probe_remote, self._node_loss_reason, run_directory=run_directory)
         self.hangs = HangDetector(self.monitor, self._request_stacks, journal=journal, hang_s=hang_s)
-        self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[events.JobEvent] = queue.SimpleQueue()
         self._probes: list[tuple[Any, Callable[[ProcessStat | None], None]]] = []
         self._by_slot: dict[str, Connection] = {}
         self._finished_at = 0.0
@@ -76,7 +76,7 @@ class MasterLoop:
     def address(self) -> tuple[str, int, str]:
         return self.server.host, self.server.port, self._token
 
-    def enqueue(self, event: events.Event) -> None:
+    def enqueue(self, event: events.JobEvent) -> None:
         """Queue an event for the master's thread."""
         self._queue.put(event)
 
@@ -137,7 +137,7 @@ class MasterLoop:
         if "stacks" in message:
             self.hangs.add_stacks(slot, message["stacks"])
 
-    def _apply(self, event: events.Event) -> None:
+    def _apply(self, event: events.JobEvent) -> None:
         self._execute(self.journal.apply(event))
 
     # -- effects

@@ -31,8 +31,8 @@ from hybridrl.errors import JournalError
 from hybridrl.master.state.events import (
     CheckpointCommitted,
     Effect,
-    Event,
     JobEnded,
+    JobEvent,
     JobStarted,
     RecoveryDecided,
     StopRequested,
@@ -55,7 +55,7 @@ class JournalEntry(NamedTuple):
 
     number: int
     at: float
-    event: Event
+    event: JobEvent
 
 
 class JournaledState:
@@ -89,7 +89,7 @@ class JournaledState:
         """Whether all applied events are in the journal."""
         return not self._unwritten
 
-    def apply(self, event: Event) -> tuple[Effect, ...]:
+    def apply(self, event: JobEvent) -> tuple[Effect, ...]:
         """Write the event, update the state, and return the effects to execute.
 
         An event that changes nothing is not written.

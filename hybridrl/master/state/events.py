@@ -7,7 +7,7 @@ executes the effects.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, get_args
+from typing import Any
 
 from hybridrl.errors import JournalError
 
@@ -30,7 +30,12 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class JobStarted:
+class JobEvent:
+    """What can happen to a job."""
+
+
+@dataclass(frozen=True)
+class JobStarted(JobEvent):
     """The first event.
 
     Attributes:
@@ -58,7 +63,7 @@ class JobStarted:
 
 
 @dataclass(frozen=True)
-class WorkerJoined:
+class WorkerJoined(JobEvent):
     """A process sent its first message, to this master or to the one before.
 
     Attributes:
@@ -80,7 +85,7 @@ class WorkerJoined:
 
 
 @dataclass(frozen=True)
-class WorkerSilent:
+class WorkerSilent(JobEvent):
     """A process exists but sends no heartbeats."""
 
     slot: str
@@ -89,7 +94,7 @@ class WorkerSilent:
 
 
 @dataclass(frozen=True)
-class WorkerRecovered:
+class WorkerRecovered(JobEvent):
     """A silent process sent a message again."""
 
     slot: str
@@ -97,7 +102,7 @@ class WorkerRecovered:
 
 
 @dataclass(frozen=True)
-class WorkerFailed:
+class WorkerFailed(JobEvent):
     """A failure of a process or of a call.
 
     Attributes:
@@ -112,7 +117,7 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True)
-class RecoveryDecided:
+class RecoveryDecided(JobEvent):
     """What the router, the trainer or a supervisor does about a failure (`failure_policy.py`).
 
     Attributes:
@@ -139,7 +144,7 @@ class RecoveryDecided:
 
 
 @dataclass(frozen=True)
-class RecoveryCompleted:
+class RecoveryCompleted(JobEvent):
     """All roles are at the end of a step again, and the trainer runs the next one again.
 
     Attributes:
@@ -170,7 +175,7 @@ class RecoveryCompleted:
 
 
 @dataclass(frozen=True)
-class StepCompleted:
+class StepCompleted(JobEvent):
     """The trainer started its first step (0), or completed one. metrics: numbers that it reported with it."""
 
     step: int
@@ -178,7 +183,7 @@ class StepCompleted:
 
 
 @dataclass(frozen=True)
-class CheckpointCommitted:
+class CheckpointCommitted(JobEvent):
     """The trainer committed a checkpoint."""
 
     step: int
@@ -186,7 +191,7 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True)
-class WorkerLeft:
+class WorkerLeft(JobEvent):
     """A process ended intentionally."""
 
     slot: str
@@ -194,7 +199,7 @@ class WorkerLeft:
 
 
 @dataclass(frozen=True)
-class WorkerReplaced:
+class WorkerReplaced(JobEvent):
     """The job supervisor kills a process now, and starts another one in its slot.
 
     Its end is no failure.
@@ -205,7 +210,7 @@ class WorkerReplaced:
 
 
 @dataclass(frozen=True)
-class RanksChanged:
+class RanksChanged(JobEvent):
     """The trainer ends all workers now, and starts another number of them (`trainer.min_ranks`).
 
     Their end is no failure.
@@ -220,7 +225,7 @@ class RanksChanged:
 
 
 @dataclass(frozen=True)
-class WarningRaised:
+class WarningRaised(JobEvent):
     """A finding that is reported but not acted on: a process that blocks a hung job, a straggler, a nearly full disk.
 
     Attributes:
@@ -232,46 +237,29 @@ class WarningRaised:
 
 
 @dataclass(frozen=True)
-class StopRequested:
+class StopRequested(JobEvent):
     """A user or the trainer requested a stop of the job."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class JobEnded:
+class JobEnded(JobEvent):
     """The outcome of the job, reported by the trainer or decided by the master."""
 
     succeeded: bool
     reason: str
 
 
-Event = (
-    JobStarted
-    | WorkerJoined
-    | WorkerSilent
-    | WorkerRecovered
-    | WorkerFailed
-    | RecoveryDecided
-    | RecoveryCompleted
-    | StepCompleted
-    | CheckpointCommitted
-    | WorkerLeft
-    | WorkerReplaced
-    | RanksChanged
-    | WarningRaised
-    | StopRequested
-    | JobEnded
-)
-EVENTS: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}
+EVENTS: dict[str, type[JobEvent]] = {cls.__name__: cls for cls in JobEvent.__subclasses__()}
 
 
-def encode(event: Event) -> dict[str, Any]:
+def encode(event: JobEvent) -> dict[str, Any]:
     """Return an event as a JSON-compatible dict."""
     return {"event": type(event).__name__, **asdict(event)}
 
 
-def decode(data: dict[str, Any]) -> Event:
+def decode(data: dict[str, Any]) -> JobEvent:
     """Return the event that `encode` wrote.
 
     Raises:

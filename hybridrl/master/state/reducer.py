@@ -28,7 +28,7 @@ from hybridrl.master.state.tables import (
 MAX_LISTED = 20  # failures, decisions and warnings each
 OF_JOB = ("job", "run", "replicas", "restarts_workers", "restarts_driver", "supervisor_pid", "driver")
 OF_WORKER = ("name", "pid", "node", "machine", "rank", "group_size")
-MOVES: Mapping[type[events.Event], str] = {  # event of a worker -> event of its state table
+MOVES: Mapping[type[events.JobEvent], str] = {  # event of a worker -> event of its state table
     events.WorkerSilent: "go_silent",
     events.WorkerRecovered: "recover",
     events.WorkerLeft: "end",
@@ -99,7 +99,7 @@ def from_json(data: dict[str, Any]) -> JobState:
 # -- the reducer
 
 
-def reduce(state: JobState, event: events.Event) -> tuple[JobState, tuple[events.Effect, ...]]:
+def reduce(state: JobState, event: events.JobEvent) -> tuple[JobState, tuple[events.Effect, ...]]:
     """Return the state after the event, and the effects to execute.
 
     After the end of a job nothing changes, but a supervisor's decision not to continue is recorded.
@@ -134,7 +134,7 @@ def unfinished_effects(state: JobState) -> tuple[events.Effect, ...]:
     return (events.RecoveryNeeded(state.driver, driver.exit_reason),) if lost else ()
 
 
-def _record(state: JobState, event: events.Event) -> JobState:
+def _record(state: JobState, event: events.JobEvent) -> JobState:
     """Return the state after an event without effects."""
     match event:
         case events.JobStarted():
@@ -182,7 +182,7 @@ def _add_worker(state: JobState, event: events.WorkerJoined) -> JobState:
     return _recovered_if_complete(_move_role(state, label, "all_alive") if _are_all_alive(state, label) else state)
 
 
-def _said(event: events.Event, names: Sequence[str]) -> dict[str, Any]:
+def _said(event: events.JobEvent, names: Sequence[str]) -> dict[str, Any]:
     """Return what an event says, for the attributes of these names of a state."""
     return {name: getattr(event, name) for name in names}
 
