@@ -137,9 +137,7 @@ class BaseTrainer(ABC):
     def actor_classes(self) -> dict[RLRoleType | str, WorkloadMeta]:
         return self._actor_metas
 
-    @property
-    def actor_metas(self) -> dict[RLRoleType | str, WorkloadMeta]:
-        return self._actor_metas
+    actor_metas = actor_classes
 
     def get_actor_handles(self, role: RLRoleType | str) -> list[WorkloadHandle]:
         """Return the handles of a role by rank; none if the job does not have the role."""

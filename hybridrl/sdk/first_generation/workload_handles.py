@@ -11,13 +11,8 @@ from hybridrl.sdk.first_generation.workload_invocation import trainer_invocation
 from hybridrl.single_controller.invocation import MAGIC_ATTR, Invocation, endpoints_of
 from hybridrl.single_controller.worker_group import WorkerGroup
 
-
-@trainer_invocation
-def _unmarked(*args: Any, **kwargs: Any) -> None: ...
-
-
 # How a method without a mark is called: as DLRover does, with the defaults of `trainer_invocation`.
-DEFAULT_INVOCATION: Invocation = getattr(_unmarked, MAGIC_ATTR)
+DEFAULT_INVOCATION: Invocation = getattr(trainer_invocation()(lambda: None), MAGIC_ATTR)
 
 
 class RemoteMethod:
@@ -40,27 +35,22 @@ class WorkloadHandle:
     """One process of a role, with the methods of its workload.
 
     Like a Ray actor's handle; calls have no deadline.
+
+    Attributes:
+        worker_group: The group of all processes of the role.
+        rank: Rank of this one.
     """
 
     def __init__(self, group: WorkerGroup, rank: int) -> None:
-        self._group, self._rank = group, rank
-
-    @property
-    def worker_group(self) -> WorkerGroup:
-        """The group of all processes of the role."""
-        return self._group
-
-    @property
-    def rank(self) -> int:
-        return self._rank
+        self.worker_group, self.rank = group, rank
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):
             raise AttributeError(name)
-        return RemoteMethod(self._group, self._rank, name)
+        return RemoteMethod(self.worker_group, self.rank, name)
 
     def __repr__(self) -> str:
-        return f"<{self._group.role}-{self._rank}>"
+        return f"<{self.worker_group.role}-{self.rank}>"
 
 
 class RoleGroupProxy:
@@ -71,19 +61,11 @@ class RoleGroupProxy:
     """
 
     def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
+        self._group, self.role, self.world_size = group, group.role, group.world_size
         self._endpoints = endpoints_of(group.worker_cls)
 
-    @property
-    def role(self) -> str:
-        return self._group.role
-
-    @property
-    def world_size(self) -> int:
-        return self._group.world_size
-
     def __len__(self) -> int:
-        return self._group.world_size
+        return self.world_size
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
