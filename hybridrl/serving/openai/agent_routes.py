@@ -115,7 +115,7 @@ def _reward_in(raw: bytes) -> tuple[float, str | None]:
 
 
 def _finite(value: Any) -> float | None:
-    """Return a value as a number; None if it is n{WANTED}."""
+    """Return a value as a number; None if it is not finite, or too large for float32."""
     number = as_number(value)
     return number if number is not None and is_reward(number) else None
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from aiohttp import web
@@ -61,12 +61,16 @@ class Connections:
         self._sweeper.cancel()
         await self._runner.cleanup()
 
-    def begin(self, request: web.Request) -> Callable[[], None]:
-        """Take a connection as in work until the returned function is called."""
+    @contextlib.contextmanager
+    def in_work(self, request: web.Request) -> Iterator[None]:
+        """Take a connection as in work during a block."""
         connection = request.protocol
         self._in_work.add(connection)
         self._idle_since.pop(connection, None)
-        return lambda: self._in_work.discard(connection)
+        try:
+            yield
+        finally:
+            self._in_work.discard(connection)
 
     def exempt(self, request: web.Request) -> None:
         """Do not count this request's connection: many episodes may wait for new weights at a time."""

@@ -110,12 +110,9 @@ class Endpoint:
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let a request in that may use the endpoint; its connection counts as in work meanwhile."""
-        end = self._connections.begin(request)
-        try:
+        with self._connections.in_work(request):
             check_access(request, listens_on=self.host, api_key=self._api_key)
             return await handler(request)
-        finally:
-            end()
 
     # -- routes
 

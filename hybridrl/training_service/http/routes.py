@@ -14,9 +14,10 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError, DataError, HybridRLError
+from hybridrl.serving.openai.access import check_access
 from hybridrl.serving.openai.connections import MAX_BODY_BYTES, Connections
 from hybridrl.serving.openai.parameters import RequestError
-from hybridrl.system.web_origin import is_loopback, refusal
+from hybridrl.system.web_origin import is_loopback
 from hybridrl.training_service import wire
 from hybridrl.training_service.http import listings
 from hybridrl.training_service.service import Busy, TrainingService
@@ -93,17 +94,11 @@ class TrainingEndpoint:
 
         One from a web page of another origin is refused.
         """
-        end = self._connections.begin(request)
-        try:
-            if (reason := refusal(request.headers, listens_on=self.host)) is not None:
-                raise RequestError(reason, status=403)
-            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise RequestError("the header Content-Encoding is not supported; send the body as it is", status=415)
+        with self._connections.in_work(request):
+            check_access(request, listens_on=self.host, api_key=None)
             if request.path not in OPEN_PATHS:
                 self._tenant(request)
             return await handler(request)
-        finally:
-            end()
 
     def _tenant(self, request: web.Request) -> Tenant:
         """Return whose key a request has. Raises RequestError."""

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hybridrl.serving.openai.apis import api
 from hybridrl.serving.openai.apis.api import Api, Event, StreamWriter, oldest_version
 from hybridrl.serving.openai.chat import joined_text, text_or_parts
 from hybridrl.serving.openai.choice import Choice
@@ -47,14 +48,7 @@ NAMES = ParameterNames(
 COUNTED_NAMES = ParameterNames(
     {"model", "messages", "system", "tools", "tool_choice"}, NAMES.unsupported, NAMES.ignored, DEMANDS
 )
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+ERROR_TYPES = api.ERROR_TYPES | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -103,7 +97,8 @@ class MessagesApi(Api):
     def to_chat(self, body: dict[str, Any]) -> dict[str, Any]:
         if "max_tokens" in self.names.supported and body.get("max_tokens") is None:
             raise RequestError("max_tokens is missing; it is required", param="max_tokens")
-        system = [] if body.get("system") is None else [_system_message(body["system"])]
+        text = None if body.get("system") is None else joined_text(body["system"], ("text",), param="system")
+        system = [] if text is None else [{"role": "system", "content": text}]
         given = get_typed(body, "messages", list, [])
         messages = [message for one in given for message in _messages_of(one)]
         if messages and messages[-1]["role"] == "assistant":
@@ -114,7 +109,8 @@ class MessagesApi(Api):
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         [choice] = choices
-        return message_body(choice, content=blocks_of(choice))
+        text = [{"type": "text", "text": choice.text}] if choice.text else []
+        return message_body(choice, content=[*text, *map(_call_block, choice.tool_calls)])
 
     @staticmethod
     def error_body(error: RequestError) -> dict[str, Any]:
@@ -148,12 +144,6 @@ def stop_of(choice: Choice) -> dict[str, str | None]:
     return {"stop_reason": STOP_REASONS.get(choice.finish_reason or ""), "stop_sequence": None}
 
 
-def blocks_of(choice: Choice) -> list[dict[str, Any]]:
-    """Return a complete answer as blocks."""
-    text = [{"type": "text", "text": choice.text}] if choice.text else []
-    return [*text, *(_call_block(call) for call in choice.tool_calls)]
-
-
 def _event(name: str, **data: Any) -> Event:
     return Event({"type": name, **data}, name)
 
@@ -162,10 +152,6 @@ def _call_block(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = parsed_arguments(function["arguments"])
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
-
-
-def _system_message(system: Any) -> dict[str, Any]:
-    return {"role": "system", "content": joined_text(system, ("text",), param="system")}
 
 
 def _messages_of(message: Any) -> list[dict[str, Any]]:

@@ -75,10 +75,7 @@ class ResponsesWriter(StreamWriter):
         yield from self._end_text()
         for item in call_items(self._name, self.choice.tool_calls):
             yield from self._call(item)
-        is_cut = self.choice.finish_reason == "length"
-        yield self._event(
-            "incomplete" if is_cut else "completed", response=response_body(self.choice, output=self._items)
-        )
+        yield self._event(end_status(self.choice), response=response_body(self.choice, output=self._items))
 
     def fail(self, error: parameters.RequestError) -> Iterator[Event]:
         about = {"code": "server_error", "message": error.message}
@@ -101,8 +98,7 @@ class ResponsesWriter(StreamWriter):
     def _end_text(self) -> Iterator[Event]:
         if self._text is None:
             return
-        status = "incomplete" if self.choice.finish_reason == "length" else "completed"
-        item = message_item(self._name, self._text, status=status)
+        item = message_item(self._name, self._text, status=end_status(self.choice))
         yield self._event("output_text.done", **self._place, text=self._text, logprobs=[])
         yield self._event("content_part.done", **self._place, part=text_part(self._text))
         yield self._event("output_item.done", output_index=0, item=item)
@@ -193,14 +189,14 @@ def response_body(
         error: Of an answer that failed.
     """
     completion, sampling = choice.completion, choice.request.sampling
-    given, is_cut = completion.given, choice.finish_reason == "length"
+    given, end = completion.given, end_status(choice)
     return {
         "id": completion.name,
         "object": "response",
         "created_at": completion.created,
-        "status": status or ("incomplete" if is_cut else "completed"),
+        "status": status or end,
         "error": error,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut and status is None else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if not status and end == "incomplete" else None,
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
         "metadata": given.get("metadata") or {},
@@ -220,6 +216,11 @@ def response_body(
         "user": given.get("user"),
         "weights_version": oldest_version([choice]),
     }
+
+
+def end_status(choice: Choice) -> str:
+    """Return the status of an answer at its end."""
+    return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
 def usage(choice: Choice) -> dict[str, Any]:
@@ -319,7 +320,6 @@ def call_items(name: str, calls: Sequence[Mapping[str, Any]]) -> list[Item]:
 
 def output_items(choice: Choice) -> list[Item]:
     """Return a complete answer as items: its text, unless there are only calls, and its calls."""
-    name, status = choice.completion.name, "incomplete" if choice.finish_reason == "length" else "completed"
-    has_text = bool(choice.text) or not choice.tool_calls
-    text = [message_item(name, choice.text, status=status)] if has_text else []
+    name, has_text = choice.completion.name, bool(choice.text) or not choice.tool_calls
+    text = [message_item(name, choice.text, status=end_status(choice))] if has_text else []
     return [*text, *call_items(name, choice.tool_calls)]
