@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,36 +16,38 @@ from hybridrl.config.schema.workers import MegatronConfig
 from hybridrl.driver.cluster.ray_cluster import start_ray
 from hybridrl.errors import ConfigError
 from hybridrl.serving.openai.connections import serve_until_stopped
+from hybridrl.serving.openai.standalone import chosen_length
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 from hybridrl.system.directory_lock import lock_directory
 from hybridrl.training_service.computation.groups import Computation
-from hybridrl.training_service.computation.worker import SamplingWorker, TrainingServiceWorker, WorkerSettings
+from hybridrl.training_service.computation.worker import (
+    ComputeOptions,
+    SamplingWorker,
+    TrainingServiceWorker,
+    WorkerSettings,
+)
 from hybridrl.training_service.http.routes import TrainingEndpoint
 from hybridrl.training_service.service import ServiceSettings, TrainingService
 from hybridrl.training_service.state.store import Store
 from hybridrl.training_service.state.tenants import read_tenants
 from hybridrl.workers.engine.hf_model import overridden_config
 
-DEFAULT_MAX_LENGTH = 4096
 LOCK_TIMEOUT_S = 10.0  # for the processes of a server that was killed
 
 
 @dataclass(frozen=True)
-class ServiceOptions:
+class ServiceOptions(ComputeOptions):
     """What a user chooses about a service. The command's options have the same names.
 
     Attributes:
         model: Directory of the base model.
         name: As clients call it; default: the directory.
         store: Directory of sessions and weights. A new server with the same one goes on with its sessions.
-        max_rank: Highest rank of adapters; 0: all weights are trained.
         max_length: Tokens of a sequence; default: the model's limit, at most `DEFAULT_MAX_LENGTH`.
         keys: File with the tenants' keys.
-        engine: What replicas sample with: "hf" or "vllm".
-        strategy: The trainers' engine: "fsdp", or "megatron", whose trainers are tensor-parallel.
         backend: "local": all in this process. "ray": each trainer and replica is a process.
         trainers: Processes that share each pass and the model's memory.
         replicas: Processes that sample.
@@ -54,19 +56,12 @@ class ServiceOptions:
     model: str
     name: str | None = None
     store: str = "training_service"
-    max_rank: int = 32
     max_length: int | None = None
     keys: str | None = None
-    engine: str = "hf"
-    strategy: str = "fsdp"
     backend: str = "local"
     trainers: int = 1
     replicas: int = 1
     session_timeout_s: float = 300.0
-    micro_batch_tokens: int = 16384
-    device: str = "auto"
-    num_threads: int | None = None
-    trust_remote_code: bool = False
 
 
 @contextlib.contextmanager
@@ -86,14 +81,17 @@ def open_service(options: ServiceOptions) -> Iterator[TrainingService]:
     if options.strategy == "megatron":
         _check_megatron(options)
     tenants, store = read_tenants(options.keys), Store(Path(options.store).absolute())
-    max_length = _max_length(options)
+    model = overridden_config(options.model, {}, trust_remote_code=options.trust_remote_code)
+    max_length = chosen_length(model, options.max_length)
     with lock_directory(str(store.root), timeout_s=LOCK_TIMEOUT_S):
         path = os.path.abspath(options.model) if os.path.isdir(options.model) else options.model
         settings = ServiceSettings(
             options.name or options.model, path, options.max_rank, max_length, options.session_timeout_s
         )
         _check_store(store, settings)
-        with _computation(options, _worker(options, path, max_length)) as computation:
+        shared = {field.name: getattr(options, field.name) for field in fields(ComputeOptions)}
+        worker = WorkerSettings(path, num_trainers=options.trainers, max_length=max_length, **shared)
+        with _computation(options, worker) as computation:
             computation.start()
             service = TrainingService(settings, store, computation=computation, tenants=tenants)
             service.start()
@@ -133,31 +131,6 @@ def _check_megatron(options: ServiceOptions) -> None:
         raise ConfigError("--strategy megatron trains no mixtures of experts here; use --strategy fsdp")
     for problem in model_problems(MegatronConfig(tensor_model_parallel_size=options.trainers), found, key="megatron"):
         raise ConfigError(problem.replace("megatron.tensor_model_parallel_size", "--trainers"))
-
-
-def _worker(options: ServiceOptions, path: str, max_length: int) -> WorkerSettings:
-    return WorkerSettings(
-        path,
-        engine=options.engine,
-        strategy=options.strategy,
-        num_trainers=options.trainers,
-        max_rank=options.max_rank,
-        max_length=max_length,
-        micro_batch_tokens=options.micro_batch_tokens,
-        device=options.device,
-        num_threads=options.num_threads,
-        trust_remote_code=options.trust_remote_code,
-    )
-
-
-def _max_length(options: ServiceOptions) -> int:
-    found = overridden_config(options.model, {}, trust_remote_code=options.trust_remote_code).get_text_config()
-    limit = getattr(found, "max_position_embeddings", None)
-    if options.max_length is None:
-        return min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
-    if options.max_length < 2 or (limit is not None and options.max_length > limit):
-        raise ConfigError(f"--max-length={options.max_length}: must be from 2 to the {limit} positions of the model")
-    return options.max_length
 
 
 def _check_store(store: Store, settings: ServiceSettings) -> None:

@@ -57,14 +57,14 @@ class StandaloneModel:
             tokens.eos_ids,
             tokens.pad_id,
             max_prompt_length=1,  # any split of the whole will do
-            max_response_length=self._length() - 1,
+            max_response_length=chosen_length(self._config(), self.max_length) - 1,
             device=self.device,
             trust_remote_code=self.trust_remote_code,
         )
 
     def served(self) -> ServedModel:
-        length = self._length()
         config = self._config()
+        length = chosen_length(config, self.max_length)
         model = ModelConfig(path=self.path, trust_remote_code=self.trust_remote_code)
         processor = load_processor(model, self.tokenizer, ImageDataConfig())
         vocabulary = config.get_text_config().vocab_size
@@ -75,15 +75,19 @@ class StandaloneModel:
 
         return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
 
-    def _length(self) -> int:
-        limit = getattr(self._config().get_text_config(), "max_position_embeddings", None)
-        if self.max_length is None:
-            return min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
-        if self.max_length < 2 or (limit is not None and self.max_length > limit):
-            raise ConfigError(
-                f"--max-length={self.max_length}: must be from 2 to the {limit} positions that the model has"
-            )
-        return self.max_length
+
+def chosen_length(model: Any, max_length: int | None) -> int:
+    """Return the tokens of prompt and response. max_length: The user's choice, --max-length.
+
+    Raises:
+        ConfigError: The model has fewer positions.
+    """
+    limit = getattr(model.get_text_config(), "max_position_embeddings", None)
+    if max_length is None:
+        return min(limit or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+    if max_length < 2 or (limit is not None and max_length > limit):
+        raise ConfigError(f"--max-length={max_length}: must be from 2 to the {limit} positions that the model has")
+    return max_length
 
 
 @contextmanager

@@ -9,7 +9,7 @@ engine of its own: requests of one version are generated together, those of othe
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,21 +69,11 @@ class AdapterRollout(HFRollout):
         return score_logits(logits, wanted)
 
 
-class VersionRollout(Protocol):
-    """The part of a rollout that `SnapshotSampler` uses besides generating."""
-
-    def use(self, version: Version | None) -> None:
-        """Compute with a version from now on; None: with the base model."""
-
-    def scores(self, wanted: ScoreRequest) -> TokenScores:
-        """Return what the model predicts for given tokens."""
-
-
 class SnapshotSampler:
     """The versions that can be sampled.
 
     Args:
-        rollout: What generates, a `Rollout` and `VersionRollout`.
+        rollout: What generates: a `Rollout` that also has `use` and `scores`, as `AdapterRollout`.
         read: Returns the version of a name from the disk.
     """
 

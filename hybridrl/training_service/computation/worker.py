@@ -51,33 +51,42 @@ MAX_SEQUENCES = 64  # generated together
 ONE_ROW = MicroBatching(max_rows=1)
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """What a worker computes with.
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """What the service's options hand on to its workers.
 
     Attributes:
-        path: Directory of the base model.
-        engine: The replicas', "hf" or "vllm".
-        strategy: The trainers' engine, "fsdp" or "megatron". That trains all weights.
-        num_trainers: How many trainers there are. In Megatron they are tensor-parallel.
+        engine: What replicas sample with: "hf" or "vllm".
+        strategy: The trainers' engine: "fsdp", or "megatron", whose trainers are tensor-parallel and train all weights.
         max_rank: Highest rank of adapters; 0: all weights are trained.
-        max_length: Tokens of a sequence.
         micro_batch_tokens: Tokens that are computed together.
         device: "auto", "cpu" or "cuda".
         num_threads: See `init_worker_process`.
         trust_remote_code: Run Python code that comes with the model.
     """
 
-    path: str
     engine: str = "hf"
     strategy: str = "fsdp"
-    num_trainers: int = 1
     max_rank: int = 32
-    max_length: int = 4096
     micro_batch_tokens: int = 16384
     device: str = "auto"
     num_threads: int | None = None
     trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerSettings(ComputeOptions):
+    """What a worker computes with.
+
+    Attributes:
+        path: Directory of the base model.
+        num_trainers: How many trainers there are.
+        max_length: Tokens of a sequence.
+    """
+
+    path: str
+    num_trainers: int = 1
+    max_length: int = 4096
 
 
 class TrainingServiceWorker(Worker):
