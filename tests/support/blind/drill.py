@@ -71,12 +71,12 @@ class Drills:
         base_s, factor = DEADLINE_S
         deadline_s = base_s + factor * calm["seconds"]
         times = {"start_s": calm["start_s"], "step_s": calm["step_s"]}
-        for _ in range(FAULT_TRIES):
+        for number in range(1, FAULT_TRIES + 1):
             first, again, end, prompts = self._run_stage(drill, _name(drill), **times, deadline_s=deadline_s)
             if first.hits or first.code is None:
                 break
-            # It was over before its first fault: the machine was busier during the calm run.
-            times = {"start_s": first.start_s, "step_s": (first.seconds - first.start_s) / STEPS}
+            # Over before its first fault: the machine was busier during the calm run, or the last steps are short.
+            times = {"start_s": first.start_s, "step_s": (first.seconds - first.start_s) / STEPS / 2**number}
         ended = judge(first, again, end=end, calm_end=calm["end"], prompts=prompts)
         verdict = Verdict(drill, ended, ended in ("equal", "resumed equal"), first, again, prompts)
         if verdict.is_clean:
