@@ -40,8 +40,6 @@ NO_SCORE_HEAD = "; it is not a trained reward model: set reward_model.model.path
 def overridden_config(path: str, override_config: dict, *, trust_remote_code: bool) -> Any:
     """Return the `PretrainedConfig` at `path` with the overrides applied.
 
-    `attn_implementation` is skipped: it selects a kernel and does not describe the model.
-
     Raises:
         ConfigError: The model cannot be read, or has no such entry.
     """
@@ -50,9 +48,13 @@ def overridden_config(path: str, override_config: dict, *, trust_remote_code: bo
     with model_errors(path, "cannot read it as a model"):
         found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     choose_tower(found, override_config)
-    overrides = {name: value for name, value in override_config.items() if name != "attn_implementation"}
-    _override(found, overrides, key="model.override_config")
+    _override(found, without_kernel(override_config), key="model.override_config")
     return found
+
+
+def without_kernel(override_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that describe the model: `attn_implementation` selects a kernel of transformers."""
+    return {name: value for name, value in override_config.items() if name != "attn_implementation"}
 
 
 def choose_tower(found: Any, override_config: Mapping[str, Any]) -> None:

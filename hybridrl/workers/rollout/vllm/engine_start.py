@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.errors import ConfigError
 from hybridrl.workers import engine, rollout
-from hybridrl.workers.engine.hf_model import reads_images
+from hybridrl.workers.engine.hf_model import reads_images, without_kernel
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, load_hf_config
 from hybridrl.workers.rollout.vllm.engine_arguments import argument_problems, engine_arguments, require_known
 
@@ -141,12 +141,12 @@ def _overrides(setup: RolloutSetup, text_settings: Mapping[str, Any]) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    found = load_hf_config(setup)
+    found, overrides = load_hf_config(setup), without_kernel(setup.override_config)
     if reads_images(found) or found.get_text_config() is found:
-        return ASSUMED.get(found.model_type, {}) | dict(setup.override_config) | dict(text_settings)
+        return ASSUMED.get(found.model_type, {}) | overrides | dict(text_settings)
     text_model: Any = AutoModelForCausalLM._model_mapping[type(found)]
     own = {"architectures": [text_model.__name__], **text_settings}
-    return partial(_text_config, overrides=dict(setup.override_config), text_settings=own)
+    return partial(_text_config, overrides=overrides, text_settings=own)
 
 
 def _text_config(found: Any, *, overrides: Mapping[str, Any], text_settings: Mapping[str, Any]) -> Any:
