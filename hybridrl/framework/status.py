@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
 
@@ -18,7 +19,8 @@ from hybridrl import single_controller
 from hybridrl.framework.stage import StageFn, spec_of
 
 logger = logging.getLogger(__name__)
-JOIN_S = 5.0  # for a line that a handler is writing
+LINE_TIMEOUT_S = 5.0  # for a line that a handler is writing
+IDLE_S = 1.0  # without a block, after which the thread ends
 FIRST_S, PERIOD_S = 20.0, 60.0  # until the first line, and between later ones
 PLACE_S = 300.0  # from then on a line says where the caller is, as the master does for workers
 STDLIB = os.path.dirname(threading.__file__) + os.sep
@@ -32,25 +34,91 @@ def reporting(
 
     For instance "step 3, gen (64 rows): 1,310 of 3,072 tokens, 80 s so far".
     """
-    ended, start, caller = threading.Event(), time.monotonic(), threading.get_ident()
+    now = time.monotonic()
+    block = _Block(what, threading.get_ident(), period_s, place_s, started_at=now, due_at=now + first_s)
     single_controller.forget_work()
-
-    def report() -> None:
-        wait_s = first_s
-        while not ended.wait(wait_s):
-            seconds, work = time.monotonic() - start, single_controller.ask_work()
-            done = "" if work is None else f"{work}, "
-            place = f"; this process is at {_place_of(caller)}" if seconds >= place_s else ""
-            logger.info("%s: %s%.0f s so far%s", what, done, seconds, place)
-            wait_s = period_s
-
-    thread = threading.Thread(target=report, name="status", daemon=True)
-    thread.start()
+    _THREAD.add(block)
     try:
         yield
     finally:
-        ended.set()
-        thread.join(timeout=JOIN_S)
+        _THREAD.end(block)
+
+
+@dataclass(eq=False)
+class _Block:
+    what: str
+    caller: int  # its thread
+    period_s: float
+    place_s: float
+    started_at: float
+    due_at: float  # of the next line
+    has_ended: bool = False
+
+    def line(self) -> str:
+        seconds, work = time.monotonic() - self.started_at, single_controller.ask_work()
+        done = "" if work is None else f"{work}, "
+        place = f"; this process is at {_place_of(self.caller)}" if seconds >= self.place_s else ""
+        return f"{self.what}: {done}{seconds:.0f} s so far{place}"
+
+
+class _StatusThread:
+    """Logs for all blocks of this process, in one thread.
+
+    The thread lasts from block to block: in a process without memory, the start of another would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._open: list[_Block] = []
+        self._is_running = False
+
+    def add(self, block: _Block) -> None:
+        with self._locked() as has_lock:
+            if not has_lock:
+                return
+            self._open.append(block)
+            self._changed.notify()
+            if not self._is_running:
+                threading.Thread(target=self._run, name="status", daemon=True).start()
+                self._is_running = True
+
+    def end(self, block: _Block) -> None:
+        """End a block. No line of it comes later."""
+        block.has_ended = True
+        with self._locked():
+            pass
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the lock. False: a handler that does not end has it."""
+        has_lock = self._changed.acquire(timeout=LINE_TIMEOUT_S)
+        try:
+            yield has_lock
+        finally:
+            if has_lock:
+                self._changed.release()
+
+    def _run(self) -> None:
+        with self._changed:
+            try:
+                is_told = True
+                while is_told or self._open:
+                    is_told = self._changed.wait(self._log_due())
+            finally:
+                self._is_running = False
+
+    def _log_due(self) -> float:
+        """Log the lines that are due; return the seconds until the next one."""
+        self._open = [block for block in self._open if not block.has_ended]
+        for block in self._open:
+            if block.due_at <= time.monotonic():
+                logger.info(block.line())
+                block.due_at = time.monotonic() + block.period_s
+        next_at = min((block.due_at for block in self._open), default=time.monotonic() + IDLE_S)
+        return max(next_at - time.monotonic(), 0.0)
+
+
+_THREAD = _StatusThread()
 
 
 def _place_of(thread: int) -> str:

@@ -4,10 +4,11 @@ import functools
 import logging
 import re
 import threading
+import time
 
 import pytest
 
-from hybridrl.framework import Task
+from hybridrl.framework import Task, status
 from hybridrl.framework.stage import stage
 from hybridrl.framework.status import report_long_stages, reporting
 from hybridrl.single_controller.monitoring.work_done import report_work
@@ -46,8 +47,34 @@ def test_what_takes_long_has_lines_until_it_ends(handler):
         assert handler.seen.wait(10)
     assert all(text.startswith("loading the models: ") and text.endswith(" s so far") for text in handler.texts)
     num = len(handler.texts)
-    assert not [thread for thread in threading.enumerate() if thread.name == "status"]
+    time.sleep(3 * PERIODS["period_s"])
     assert len(handler.texts) == num
+
+
+def test_one_thread_logs_for_all_blocks_and_ends_after_them(handler, monkeypatch):
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name == "status"]
+
+    with reporting("the first", **PERIODS):
+        found = threads()
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("another thread"))
+        with reporting("the second", **PERIODS):
+            assert handler.seen.wait(10)
+    with reporting("the third", **PERIODS):
+        assert threads() == found and len(found) == 1
+    found[0].join(10)
+    assert {text.partition(":")[0] for text in handler.texts} == {"the first", "the second"} and not threads()
+
+
+def test_a_line_that_does_not_end_holds_up_no_block_for_long(handler, monkeypatch):
+    monkeypatch.setattr(status, "LINE_TIMEOUT_S", 0.1)
+    goes_on = threading.Event()
+    handler.emit = lambda record: (handler.seen.set(), goes_on.wait(20))
+    with reporting("the first", **PERIODS):
+        assert handler.seen.wait(10)
+    with reporting("the second", **PERIODS):
+        assert not goes_on.is_set()
+    goes_on.set()
 
 
 def test_a_line_has_what_the_call_in_progress_has_counted(handler):
