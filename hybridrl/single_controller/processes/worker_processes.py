@@ -23,9 +23,9 @@ from hybridrl.single_controller.worker import RankInfo, Worker
 from hybridrl.single_controller.worker_group import ClassWithInitArgs
 
 SETUP_HINT = (
-    "; a process imports its libraries in this time, so the machine may be overloaded: let it run less beside this "
-    "job, lower the number of processes, or run `ray start` with RAY_worker_niceness=0 in its environment (with Ray's "
-    "15 workers yield to all other programs), and start the same command again"
+    "; a process imports its libraries in this time, so the machine may be overloaded, or its network was down: let it "
+    "run less beside this job, lower the number of processes, or run `ray start` with RAY_worker_niceness=0 in its "
+    "environment (with Ray's 15 workers yield to all other programs), and start the same command again"
 )
 # Starting a process and importing torch takes seconds; minutes mean that the node does not answer.
 START_TIMEOUT_S = 300.0
@@ -137,7 +137,7 @@ class WorkerProcesses:
             self.hosts[rank].rendezvous.remote(one_machine=local[rank][0] + size <= local[rank][1])
             for rank in first_ranks
         ]
-        found = wait_all(calls, first_ranks, role=self.label, method="rendezvous", timeout_s=timeout_s)
+        found = wait_all(calls, first_ranks, role=self.label, method="rendezvous", timeout_s=timeout_s, hint=SETUP_HINT)
         addresses = dict(zip(first_ranks, found, strict=True))
         self.rendezvous_address = addresses.get(0, self.rendezvous_address)
         return {rank: addresses.get(rank - rank % size, self.rendezvous_address) for rank in ranks}
@@ -151,7 +151,7 @@ class WorkerProcesses:
         if not pool.sees_node_devices:
             return [None] * len(self.hosts)
         calls = [host.reserved_devices.remote() for host in self.hosts]
-        reserved = wait_all(calls, role=self.label, method="reserved_devices", timeout_s=timeout_s)
+        reserved = wait_all(calls, role=self.label, method="reserved_devices", timeout_s=timeout_s, hint=SETUP_HINT)
         return node_devices(reserved, [slot.group.id for slot in pool.slots()], label=self.label)
 
     def respawn(self, *ranks: int, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -208,7 +208,7 @@ class WorkerProcesses:
     def split_model_time(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Split the seconds of the part "model" as the slowest rank measured them."""
         calls = [host.start_times.remote() for host in self.hosts]
-        found = wait_all(calls, role=self.label, method="start_times", timeout_s=timeout_s)
+        found = wait_all(calls, role=self.label, method="start_times", timeout_s=timeout_s, hint=SETUP_HINT)
         names = dict.fromkeys(name for times in found for name in times)
         self.times.split("model", {name: max(times.get(name, 0.0) for times in found) for name in names})
 

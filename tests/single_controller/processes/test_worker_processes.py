@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.errors import PlacementError
+from hybridrl.errors import CallTimeout, PlacementError
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.invocation import CONCURRENT, CONTROL, USER_CODE
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
@@ -143,3 +143,9 @@ def test_a_node_that_starts_no_process_ends_a_restart_in_its_time():
     [line] = [line for line in done.stdout.splitlines() if " s: " in line]
     seconds, _, text = line.partition(" s: ")
     assert 5 <= float(seconds) < 30 and "has not started new processes in 5 s: lost-0 on node" in text
+
+
+def test_a_process_that_does_not_answer_in_time_says_what_to_do(ray_cluster):
+    late = r"late\.rendezvous\(\) did not answer within 0\.001 s.* network .* start the same command again"
+    with RayResourcePool([1], use_gpu=False) as pool, pytest.raises(CallTimeout, match=late):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain), role="late", timeout_s=0.001)
