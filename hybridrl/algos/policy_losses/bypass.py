@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from hybridrl.algos.policy_losses.clipped import vanilla
-from hybridrl.algos.policy_losses.policy_loss import PolicyLoss, limited_log_ratio
+from hybridrl.algos.policy_losses.policy_loss import PolicyLoss, limited_log_ratio, register_policy_loss
 from hybridrl.algos.policy_losses.weighted import weighted_log_probs
 from hybridrl.algos.rollout_correction import Rejection, rejection_mask, rollout_is_weights
 
 
+@register_policy_loss("bypass_mode")
 def bypass_mode(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,

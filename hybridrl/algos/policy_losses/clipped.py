@@ -12,11 +12,13 @@ from hybridrl.algos.policy_losses.policy_loss import (
     limited_log_ratio,
     nowhere,
     on_mask,
+    register_policy_loss,
 )
 from hybridrl.algos.row_wise import row_wise
 from hybridrl.errors import ConfigError
 
 
+@register_policy_loss("vanilla")
 @row_wise
 def vanilla(
     log_probs_BT: torch.Tensor,
@@ -48,6 +50,7 @@ def vanilla(
     return on_mask(losses_BT, clipped_BT, clipped_lower_BT, log_ratio_BT, response_mask_BT)
 
 
+@register_policy_loss("gspo")
 @row_wise
 def gspo(
     log_probs_BT: torch.Tensor,
@@ -79,6 +82,7 @@ def gspo(
     return on_mask(losses_BT, clipped_BT, nowhere(clipped_BT), log_ratio_BT, response_mask_BT)
 
 
+@register_policy_loss("geo_mean")
 @row_wise
 def geo_mean(
     log_probs_BT: torch.Tensor,

@@ -10,9 +10,16 @@ import numpy as np
 import torch
 
 from hybridrl.algos.policy_losses.clipped import clipped_surrogate
-from hybridrl.algos.policy_losses.policy_loss import PolicyLoss, limited_log_ratio, nowhere, on_mask
+from hybridrl.algos.policy_losses.policy_loss import (
+    PolicyLoss,
+    limited_log_ratio,
+    nowhere,
+    on_mask,
+    register_policy_loss,
+)
 
 
+@register_policy_loss("clip_cov")
 def clip_cov(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,
@@ -38,6 +45,7 @@ def clip_cov(
     return on_mask(losses_BT, clipped_BT | selected_BT, nowhere(clipped_BT), log_ratio_BT, response_mask_BT)
 
 
+@register_policy_loss("kl_cov")
 def kl_cov(
     log_probs_BT: torch.Tensor,
     old_log_probs_BT: torch.Tensor,

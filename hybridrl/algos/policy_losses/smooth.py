@@ -6,11 +6,18 @@ Their keyword arguments beside the clip ranges are settings of `actor.policy_los
 
 import torch
 
-from hybridrl.algos.policy_losses.policy_loss import PolicyLoss, limited_log_ratio, nowhere, on_mask
+from hybridrl.algos.policy_losses.policy_loss import (
+    PolicyLoss,
+    limited_log_ratio,
+    nowhere,
+    on_mask,
+    register_policy_loss,
+)
 from hybridrl.algos.row_wise import row_wise
 from hybridrl.errors import ConfigError
 
 
+@register_policy_loss("sapo")
 @row_wise
 def sapo(
     log_probs_BT: torch.Tensor,
@@ -42,6 +49,7 @@ def sapo(
     return _unclipped(losses_BT, log_ratio_BT, response_mask_BT)
 
 
+@register_policy_loss("dro")
 @row_wise
 def dro(
     log_probs_BT: torch.Tensor,

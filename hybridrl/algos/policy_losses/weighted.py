@@ -7,7 +7,13 @@ the ratio r = exp(logp - old). `clipped_BT` marks tokens whose weight is limited
 import torch
 
 from hybridrl.algos.masked import masked_sum
-from hybridrl.algos.policy_losses.policy_loss import PolicyLoss, limited_log_ratio, nowhere, on_mask
+from hybridrl.algos.policy_losses.policy_loss import (
+    PolicyLoss,
+    limited_log_ratio,
+    nowhere,
+    on_mask,
+    register_policy_loss,
+)
 from hybridrl.algos.row_wise import row_wise
 
 MAX_DPPO_RATIO = 20.0
@@ -16,6 +22,7 @@ PROBABILITY_EPS = 1e-6
 """Smallest probability of the sampled token, and of all others, in the binary KL."""
 
 
+@register_policy_loss("gpg")
 @row_wise
 def gpg(
     log_probs_BT: torch.Tensor,
@@ -40,6 +47,7 @@ def gpg(
     )
 
 
+@register_policy_loss("cispo")
 @row_wise
 def cispo(
     log_probs_BT: torch.Tensor,
@@ -65,6 +73,7 @@ def cispo(
     )
 
 
+@register_policy_loss("topr")
 @row_wise
 def topr(
     log_probs_BT: torch.Tensor,
@@ -92,6 +101,7 @@ def topr(
     return weighted_log_probs(weight_BT, limited_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT)
 
 
+@register_policy_loss("dppo_tv")
 @row_wise
 def dppo_tv(
     log_probs_BT: torch.Tensor,
@@ -116,6 +126,7 @@ def dppo_tv(
     return _inside_region(left_BT, log_probs_BT, advantages_BT, log_ratio_BT, response_mask_BT)
 
 
+@register_policy_loss("dppo_kl")
 @row_wise
 def dppo_kl(
     log_probs_BT: torch.Tensor,
