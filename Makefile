@@ -17,10 +17,10 @@ train: .venv/train.stamp ## set up, then watch a tiny model learn: SFT, then GRP
 real: .venv/lint.stamp ## SEED=1: set up, then a real model learns: SmolLM2-135M, GRPO, 40 steps
 	SEED=$(SEED) PYTHON=$(PYTHON) bash examples/smollm/run.sh
 
-# Tests often wait for processes, so three files at a time, each with a Ray cluster of its own, keep two cores at work. The longest
+# Tests often wait for processes, so four files at a time, each with a Ray cluster of its own, keep two cores at work. The longest
 # begin first: tests/conftest.py has their order, which --loadscope-reorder would replace by the number of tests.
 test: .venv/test.stamp lint ## set up (vLLM, too), lint, and run the tests
-	$(PYTHON) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 quick: .venv/lint.stamp ## the pure tests: no Ray, no vLLM, under a minute
 	$(PYTHON) -m pytest -q $(QUICK)

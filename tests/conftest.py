@@ -35,13 +35,11 @@ LONG_FILES = (
     "framework/parallel/test_runner.py",
     "driver/cluster/test_ray_cluster.py",
     "end_to_end/test_main_ppo.py",
-    "workers/engine/megatron/test_architecture.py",
     "single_controller/test_ray_worker_group.py",
     "end_to_end/test_dynamic_sampling.py",
     "workers/engine/test_fsdp.py",
     "workers/engine/megatron/test_engine.py",
     "master/service/test_job_master.py",
-    "conformance/test_di_engine_document.py",
     "testing/test_engine.py",
     "master/service/test_job_commands.py",
     "end_to_end/test_megatron.py",
@@ -61,7 +59,6 @@ LONG_FILES = (
     "workers/weight_transfer/test_transports.py",
     "workers/rollout/vllm/weights/test_loading.py",
     "workers/rollout/test_vllm.py",
-    "test_docs_site.py",
 )
 NUM_CPUS = 4  # worker slots, on any machine: two ranks of two roles
 OBJECT_STORE_BYTES = 200 * 1024**2

@@ -16,7 +16,6 @@ DOCS = ROOT / "docs"
 LLMS = runpy.run_path(str(DOCS / "site" / "llms.py"))
 REFERENCE = runpy.run_path(str(DOCS / "site" / "reference.py"))
 NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
-EVERY_CHANGE = ("2_own_reward",)  # 20 seconds of a core; `make slow` runs the others, too
 PAGES = [*sorted(DOCS.glob("*.md")), *NOTEBOOKS]
 READ = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt"))]
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
@@ -77,12 +76,10 @@ def test_a_notebook_has_the_small_outputs_of_one_run_and_names_no_directory_of_a
     assert not [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not (find_spec("nbclient") and find_spec("ipykernel")), reason="pip install -e '.[docs]'")
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, id=p.stem, marks=[] if p.stem in EVERY_CHANGE else [pytest.mark.slow]) for p in NOTEBOOKS],
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_every_cell_of_a_notebook_runs(path, tmp_path):
     command = [sys.executable, DOCS / "site" / "execute.py", path, "--into", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1100)

@@ -114,6 +114,7 @@ def test_a_file_with_another_content_has_another_folder(file, folder, tmp_path):
     assert conversion_folder(changed) != folder
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_get_the_same_complete_folder(file, tmp_path):
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
     started = [

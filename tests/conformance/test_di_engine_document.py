@@ -332,6 +332,7 @@ def main_of_three(folder):
         return Outcome.of(it, task.labels)
 
 
+@pytest.mark.slow
 def test_three_processes_in_a_star_each_train_until_one_reaches_the_target(ray_cluster, tmp_path, looped):
     outcomes = Parallel.runner(n_parallel_workers=3, topology="star")(main_of_three, tmp_path)
     assert len({os.getpid(), *(outcome.process for outcome in outcomes)}) == 4

@@ -122,6 +122,7 @@ def test_pairs_of_hh_rlhf_can_be_trained_on(tmp_path, tiny_qwen2):
     assert rows[0]["train/loss"] == pytest.approx(0.693147, abs=1e-5) and rows[-1]["val/loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_with_packing_take_the_same_steps_as_one_without(tmp_path, tiny_qwen2, ray_cluster):
     run(tmp_path / "one", tiny_qwen2, trainer__total_training_steps=3, trainer__test_freq=3, optim__lr=1e-4)

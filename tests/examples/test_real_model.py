@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 STAGES = ("gen", "update", "push", "snapshot", "peak")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_stages_of_a_step_are_measured_beside_bare_loops(tiny_qwen2):
     words = ["--prompts", "2", "--n", "2", "--tokens", "4", "--rounds", "1", "--threads", "1", "--dtypes", "bfloat16"]

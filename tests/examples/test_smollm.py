@@ -73,6 +73,7 @@ def test_no_question_is_both_trained_and_tested_and_seeds_differ(tmp_path):
     assert pq.read_table(tmp_path / "2" / "test.parquet").to_pylist() != rows["test"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_the_script_trains_a_gguf_file_and_draws_the_run(tmp_path, environment):
     short = ("data.val_max_samples=4", "data.max_prompt_length=200", "data.max_response_length=8")

@@ -116,6 +116,7 @@ def test_a_program_that_waits_for_a_silent_address_ends_by_a_signal(number):
     assert err.splitlines()[-1] == ("terminated" if number == signal.SIGTERM else "interrupted")
 
 
+@pytest.mark.slow
 def test_a_cluster_that_requires_a_token_says_how_to_get_in():
     with tempfile.TemporaryDirectory() as elsewhere, ray_head(token=TOKEN) as (folder, address):
         codes = [LS, START.format(num_nodes=1)]
@@ -131,12 +132,14 @@ def test_a_cluster_that_requires_a_token_says_how_to_get_in():
         assert done.returncode == 2 and "refuses the token in ~/.ray/auth_token" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_actor_lives_on_a_cluster_without_tokens():
     with ray_head(with_dashboard=True) as (folder, address):
         done = run(ACTOR, **own(folder), RAY_ADDRESS=address)
     assert done.returncode == 0 and done.stdout.split() == ["1", "2"], done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_of_several_machines_connects_to_the_cluster_started_here_and_a_job_of_one_starts_its_own(head):
     folder, address = head
     for num_nodes, named in ((2, {}), (1, {"RAY_ADDRESS": address})):
@@ -159,6 +162,7 @@ def test_a_job_of_several_machines_without_a_cluster_is_refused_unless_it_says_l
     assert done.returncode == 0 and "CPU" in done.stdout
 
 
+@pytest.mark.slow
 def test_with_two_clusters_on_the_machine_no_command_picks_one_and_both_are_named(head):
     folder, address = head
     with ray_head() as (_, other):

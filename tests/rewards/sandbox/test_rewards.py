@@ -56,6 +56,7 @@ def test_a_source_whose_rows_run_programs_has_its_sandbox_tried_before_training(
     assert "set reward_model.timeout_s=101 or more" in late.check_source("mbpp")
 
 
+@pytest.mark.slow
 def test_a_response_that_makes_a_built_in_function_hang_or_fail_is_scored_0_and_a_broken_row_is_left_out():
     manager = load(timeout_s=8.0, limits={"memory_mb": 1500})
     bombs = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{" + "(" * 3000 + "}", r"\boxed{10^{10^{10}}!}"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.master.service.journal import JournaledState
-from hybridrl.master.state.events import Event, JobEnded, JobStarted, RecoveryDecided, WorkerFailed, WorkerJoined
+from hybridrl.master.state.events import JobEnded, JobEvent, JobStarted, RecoveryDecided, WorkerFailed, WorkerJoined
 
 MS = 1_000_000  # nanoseconds
 
@@ -58,7 +58,7 @@ def write_trace(run: Path, steps: int, *, job: str = "job") -> None:
     write_lines(run / "trace" / job / "actor-0.jsonl", calls)
 
 
-LOST: tuple[Event, ...] = (
+LOST: tuple[JobEvent, ...] = (
     JobStarted(job="run", run="run-1", restarts_workers=True),
     WorkerJoined(slot="actor-0", name="run-1/actor-0", pid=11, node="n"),
     WorkerFailed(kind="died", slot="actor-0", pid=11, evidence="killed by SIGKILL"),
@@ -68,7 +68,7 @@ LOST: tuple[Event, ...] = (
 ENDED = JobEnded(succeeded=True, reason="done")
 
 
-def write_journal(run: Path, events: Iterable[Event], *, name: str = "run-1") -> Path:
+def write_journal(run: Path, events: Iterable[JobEvent], *, name: str = "run-1") -> Path:
     path = run / "master" / name
     journal = JournaledState(str(path))
     for event in events:

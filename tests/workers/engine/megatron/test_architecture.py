@@ -20,7 +20,7 @@ from tests.support.workers.preference_cases import LOSSES, REWARD, learn
 START_AND_RUN_S = 600
 LAYOUTS = ("TP2+SP", "PP2", "CP2")
 
-pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(START_AND_RUN_S + 60)]
+pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.timeout(START_AND_RUN_S + 60)]
 
 
 @pytest.fixture(scope="module")
