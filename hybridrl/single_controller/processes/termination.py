@@ -15,8 +15,10 @@ from typing import Any
 from hybridrl.single_controller.cluster import actor_names, alive_nodes, find_actor, job_supervisor_name
 from hybridrl.single_controller.placement.placement_groups import remove_leftover_groups
 from hybridrl.single_controller.processes.on_node import start_task
+from hybridrl.system.process_stat import read_process_stat
 
 logger = logging.getLogger(__name__)
+END_TIMEOUT_S = 1.0  # for a process that Ray ends
 KILL_TIMEOUT_S = 20.0  # for another node to kill its processes
 
 # Ray names processes so: after the actor's class, and before its constructor runs.
@@ -62,6 +64,22 @@ def kill_process(process_id: int, *, graceful: bool = False) -> None:
             os.kill(process_id, signal.SIGTERM if graceful else signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         return
+
+
+def end_actor(actor: Any, process: tuple[str, int]) -> None:
+    """Kill an actor, and also its process if that is frozen.
+
+    A process that is killed before Ray has ended it is an error in Ray's messages to the user.
+
+    Args:
+        actor: Its handle.
+        process: Node id and process id.
+    """
+    kill_actors([actor])
+    until = time.monotonic() + END_TIMEOUT_S
+    while read_process_stat(process[1]).state and time.monotonic() < until:  # on another node: of another process
+        time.sleep(0.02)
+    kill_processes([process])
 
 
 def kill_run(run: str, *, exclude: str = "", timeout_s: float = 0.0) -> None:

@@ -21,13 +21,7 @@ from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.errors import CallTimeout, ObjectLost
 from hybridrl.single_controller.cluster import find_actor, get_value, process_here, process_of, snapshot_store_name
 from hybridrl.single_controller.processes.on_node import start_detached
-from hybridrl.single_controller.processes.termination import (
-    kill_actors,
-    kill_named,
-    kill_process,
-    kill_processes,
-    kill_run,
-)
+from hybridrl.single_controller.processes.termination import end_actor, kill_named, kill_process, kill_run
 from hybridrl.system.process_stat import FreezeWatch
 from hybridrl.trainer.recovery.policies import ResumeState, StepSnapshot, wait_for_parts
 
@@ -196,9 +190,7 @@ class SurvivingState(ResumeState):
             self._watch.stop()
             self._watch = None
         if self._store is not None:
-            process = process_of(self._store)
-            kill_actors([self._store])
-            kill_processes([process])
+            end_actor(self._store, process_of(self._store))
             self._store = None
 
 

@@ -14,6 +14,8 @@ from hybridrl.errors import ObjectLost, WorkerLost
 from hybridrl.single_controller.cluster import find_actor, process_here, snapshot_store_name
 from hybridrl.single_controller.dispatch import Dispatch, register
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
+from hybridrl.single_controller.processes import termination
+from hybridrl.single_controller.processes.termination import kill_process
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
 from hybridrl.single_controller.worker import Worker
 from hybridrl.system.process_stat import read_process_stat
@@ -137,3 +139,23 @@ def test_a_store_that_is_lost_again_and_again_ends_the_run_with_a_readable_error
     with pytest.raises(ObjectLost, match=r"lost 3 times .*\(ActorDiedError.*; restart the run"):
         state.call_surviving({"keeper": group}, "take")
     assert find_actor(STORE) is None, STORE
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_ray_ends_a_store_and_only_a_frozen_process_is_killed(state, group, monkeypatch, is_frozen):
+    take(state, {"keeper": group}, 1)
+    pid, had_ended = store_pid(), []
+
+    def kill(process_id, **how):
+        had_ended.append(read_process_stat(process_id).state == "")
+        kill_process(process_id, **how)
+
+    monkeypatch.setattr(termination, "kill_process", kill)
+    if is_frozen:
+        os.kill(pid, signal.SIGSTOP)
+    state.drop()
+    assert had_ended == [not is_frozen]
+    until = time.monotonic() + 20.0
+    while read_process_stat(pid).state:
+        assert time.monotonic() < until
+        time.sleep(0.05)
