@@ -40,8 +40,9 @@ class SessionTable:
         """Return a model whose file has `stored`."""
         ledger = Ledger(session.model_directory(number))
         model_id = f"{session.id}:train:{number}"
-        about = model_id, session.id, session.tenant, self._base_model, ledger
-        return session.models.setdefault(number, records.TrainedModel(*about, **stored))
+        model = records.TrainedModel(model_id, session.id, session.tenant, self._base_model, ledger, **stored)
+        session.models[number] = model
+        return model
 
     def add_sampler(self, session: records.ClientSession, number: int, stored: Mapping[str, Any]) -> records.Sampler:
         """Return a sampling session; `stored` as in the file of the session."""
