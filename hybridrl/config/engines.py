@@ -22,7 +22,7 @@ SECTIONS = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config", "megatron": "megatron
 """Section with the settings of each built-in engine, of `actor_rollout_ref.actor` and of supervised programs."""
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 Batching = tuple[bool, int, int | None]
-"""Whether a token budget cuts micro-batches, this budget, and else the rows of one; null: by tokens nevertheless."""
+"""Whether a token budget cuts micro-batches, the budget, and the rows of a micro-batch (None: the budget decides)."""
 
 
 def engine_settings(actor: ActorConfig) -> EngineSettings:
@@ -72,7 +72,7 @@ def update_batching(settings: ActorConfig | CriticConfig) -> Batching:
 
 
 def log_prob_batching(settings: RefConfig | RolloutConfig) -> Batching:
-    """Return how rows are cut for the log-probs of the reference policy, or of the policy before its update."""
+    """Return how rows are cut for log-probs: of the reference, or before an update."""
     by_tokens, max_rows = settings.log_prob_use_dynamic_bsz, settings.log_prob_micro_batch_size_per_gpu
     return by_tokens, settings.log_prob_max_token_len_per_gpu, max_rows
 

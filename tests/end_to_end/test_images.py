@@ -251,6 +251,12 @@ def test_fine_tuning_with_pictures_has_the_loss_of_plain_transformers_padded_and
         assert found["train/loss"] == pytest.approx(float(expected), abs=1e-5) and found["train/grad_norm"] > 0
 
 
+def test_an_engine_of_the_users_without_images_is_refused_before_training(folder, tmp_path, capsys):
+    toy = f"{ROOT / 'tests' / 'support' / 'third_party' / 'toy_engine.py'}:ToyEngine"
+    assert main_sft.main(supervised_words(folder / "train.parquet", tmp_path / "run", strategy=toy)) == 2
+    assert re.search(r"strategy=\S+ToyEngine: the engine computes no images.* set fsdp", capsys.readouterr().err)
+
+
 def test_preferences_with_pictures_have_the_log_probs_of_plain_transformers(folder, tmp_path):
     rows = make_rows(4, seed=1, kinds=("colour",))
     chosen = [str(row["ground_truth"]) for row in rows]

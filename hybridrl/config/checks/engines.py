@@ -10,12 +10,7 @@ from dataclasses import fields
 
 from hybridrl.config import checks
 from hybridrl.config.build import Problems, idle_problems
-from hybridrl.config.engines import (
-    SECTIONS,
-    critic_engine_settings,
-    engine_settings,
-    supervised_engine_settings,
-)
+from hybridrl.config.engines import SECTIONS, critic_engine_settings, engine_settings, supervised_engine_settings
 from hybridrl.config.introspection import value_at
 from hybridrl.config.plugs import ENGINES
 from hybridrl.config.schema.engine import EngineSettings
@@ -54,7 +49,9 @@ def engine_problems(config: PPOConfig) -> Problems:
 def supervised_engine_problems(config: SupervisedConfig) -> Problems:
     """Yield problems of the engine of a program that trains one model on fixed data."""
     used = SECTIONS.get(config.strategy)
-    idle = [section for section in SECTIONS.values() if section != used] + ["engine_config"] * (used is not None)
+    idle = [section for section in SECTIONS.values() if section != used]
+    if used:
+        idle.append("engine_config")
     yield from idle_problems(config, *idle, why=f"with strategy={config.strategy}; leave it out")
     if used == "megatron":
         yield from checks.megatron.supervised_problems(config)
@@ -67,7 +64,7 @@ def supervised_engine_problems(config: SupervisedConfig) -> Problems:
         yield str(error)
     else:
         chosen = f"strategy={config.strategy}"
-        yield from _model_problems(config.model, settings, key="model", chosen=chosen)
+        yield from _adapter_problems(config.model, settings, key="model", chosen=chosen)
         yield from _size_problems(config.strategy, settings, size=size, chosen=chosen)
 
 
@@ -135,7 +132,7 @@ def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
     policy, size = config.actor_rollout_ref, config.trainer.nnodes * config.trainer.n_gpus_per_node
     chosen = f"actor_rollout_ref.actor.strategy={policy.actor.strategy}"
     own = {field.name for field in fields(settings)}
-    yield from _model_problems(policy.model, settings, key="actor_rollout_ref.model", chosen=chosen)
+    yield from _adapter_problems(policy.model, settings, key="actor_rollout_ref.model", chosen=chosen)
     yield from _size_problems(policy.actor.strategy, settings, size=size, chosen=chosen)
     if policy.actor.use_prefix_grouper and not settings.supports_shared_prefixes:
         yield (
@@ -148,7 +145,7 @@ def _layout_problems(config: PPOConfig, settings: EngineSettings) -> Problems:
                 yield f"{key}.fsdp_config.{field.name}=true: the engine of {chosen} has no offload; leave it out"
 
 
-def _model_problems(model: ModelConfig, settings: EngineSettings, *, key: str, chosen: str) -> Problems:
+def _adapter_problems(model: ModelConfig, settings: EngineSettings, *, key: str, chosen: str) -> Problems:
     """Yield adapters that the engine does not train.
 
     Args:

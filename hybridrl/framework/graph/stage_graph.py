@@ -85,7 +85,7 @@ class StageGraph:
         return [edge for edge in self.edges if edge.target == name]
 
     def where(self, spec: StageSpec) -> tuple[str, ...]:
-        """Return the pool of the stage's role and its number of processes as a text; nothing for the driver."""
+        """Return the pool and the processes of the stage's role; nothing for the driver."""
         if spec.role is None:
             return ()
         return (f"{self.placements[spec.role].pool} x{self.placements[spec.role].num_processes}",)

@@ -21,9 +21,9 @@ from hybridrl.single_controller.processes.worker_processes import WorkerProcesse
 from hybridrl.single_controller.ray_worker_group import RayWorkerGroup
 
 PROGRESS_TIMEOUT_S = 30.0
-# What a handle has of its group's processes, under the same names.
-PASSED_ON = ("hosts", "names", "process_ids", "nodes", "rendezvous_address", "concurrency_groups")
 RECOVERY_TIMEOUT_S = 3600.0  # constructors may load a model; each step of a recovery has a deadline of its own
+PASSED_ON = ("hosts", "names", "process_ids", "nodes", "rendezvous_address", "concurrency_groups")
+"""What a handle has of its group's processes, under the same names."""
 
 
 @dataclass(frozen=True)

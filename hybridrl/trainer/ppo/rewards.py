@@ -39,7 +39,8 @@ def score_batch(
         batch.union(reward_model.compute_rm_score(batch.select(batch_keys=list(MODEL_INPUT), non_tensor_batch_keys=[])))
     out = model_output(batch.batch["rm_scores"]) if reward_fn is None else reward_fn(batch)
     batch.batch["token_level_scores"], batch.batch["reward_valid"] = out.reward_tensor, out.valid
-    metrics.update({} if reward_fn is None else out.metrics)
+    if reward_fn is not None:
+        metrics.update(out.metrics)
     return out.extra
 
 

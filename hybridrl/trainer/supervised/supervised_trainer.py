@@ -77,7 +77,8 @@ class SupervisedTrainer(Trainer):
         self.processor = load_processor(config.model, tokenizer, data, freezes=freezes)
         if self.processor is not None and not supervised_engine_settings(config).supports_images:
             raise ConfigError(
-                f"strategy={config.strategy}: the engine reads no images, {config.model.path} does; set fsdp"
+                f"strategy={config.strategy}: the engine computes no images, and {config.model.path} reads them; set "
+                "fsdp, or take a model of text"
             )
         train = self.load_dataset(config, data.train_files, tokenizer, max_samples=data.train_max_samples)
         super().__init__(

@@ -85,7 +85,9 @@ def prompt_columns(
 def sequence_columns(
     prompts: Mapping[str, torch.Tensor], responses: torch.Tensor, is_token: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the columns of sequences: `prompts` (S, P), `responses` (S, R), and the prompts' columns (S, P + R).
+    """Return the columns of sequences: `prompts` (S, P), `responses` (S, R), and three of both.
+
+    These are `input_ids`, `attention_mask` and `position_ids` (S, P + R).
 
     Args:
         prompts: `input_ids`, `attention_mask` and `position_ids` (S, P).
