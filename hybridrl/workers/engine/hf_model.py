@@ -33,6 +33,7 @@ TEXT_OR_IMAGES, TEXT_ONLY = ("qwen3_5", "qwen3_5_moe"), "language_model_only"
 
 The entry of `override_config` is vLLM's, and published checkpoints have it. Unless it is false, the model is of text.
 """
+KERNEL = "attn_implementation"  # an entry of `override_config` that no config has
 HEAD_STD = 0.02  # of a new value head, as transformers draws it
 NO_SCORE_HEAD = "; it is not a trained reward model: set reward_model.model.path to a model with a score head"
 
@@ -54,7 +55,7 @@ def overridden_config(path: str, override_config: dict, *, trust_remote_code: bo
 
 def without_kernel(override_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that describe the model: `attn_implementation` selects a kernel of transformers."""
-    return {name: value for name, value in override_config.items() if name != "attn_implementation"}
+    return {name: value for name, value in override_config.items() if name != KERNEL}
 
 
 def choose_tower(found: Any, override_config: Mapping[str, Any]) -> None:
@@ -126,8 +127,8 @@ def _attention(config: EngineSetup) -> str | None:
 def _override(target: Any, overrides: dict, *, key: str) -> None:
     for name, value in overrides.items():
         if not hasattr(target, name):
-            close = difflib.get_close_matches(name, target.to_dict(), n=1)
-            hint = f"; the nearest is {close[0]}" if close else ""
+            close = difflib.get_close_matches(name, [*target.to_dict(), KERNEL], n=1)
+            hint = f"; the nearest is {close[0]}" if close else "; leave it out"
             raise ConfigError(f"{key}.{name}={value!r}: {type(target).__name__} has no such entry{hint}")
         inner = getattr(target, name)
         if isinstance(value, dict) and hasattr(inner, "to_dict"):

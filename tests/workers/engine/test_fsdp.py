@@ -371,6 +371,8 @@ def test_overrides_are_applied_and_an_unknown_one_names_the_nearest(qwen2):
     assert engine.model.config.rms_norm_eps == 0.5
     with pytest.raises(ConfigError, match="model.override_config.rms_norm_esp=0.5.*nearest is rms_norm_eps"):
         make_engine(qwen2, override_config={"rms_norm_esp": 0.5})
+    with pytest.raises(ConfigError, match="atn_implementation='eager'.*nearest is attn_implementation"):
+        make_engine(qwen2, override_config={"atn_implementation": "eager"})
 
 
 def test_a_path_without_a_model_is_refused(tmp_path):
