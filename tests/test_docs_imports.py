@@ -1,4 +1,4 @@
-"""The pages' Python blocks import what they use, so that a reader can copy them."""
+"""What pages and docstrings name exists: the imports of Python blocks, and files of the repository."""
 
 import ast
 import builtins
@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = ("hybridrl", "benchmarks", "examples", "tests", "data_preprocess", "reward_score")
 OURS = {
     "register",
     "register_agent_loop",
@@ -44,3 +45,20 @@ def test_the_blocks_of_a_page_import_the_classes_and_decorators_that_they_use(pa
         known |= made  # a later block of the page may use them
         missing = {name for name in used - known if name[0].isupper() or name in OURS}
         assert not missing, f"{page.name} uses {sorted(missing)} without an import, in:\n{block}"
+
+
+NAMED_FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|sh|toml|yaml))`")
+PLACEHOLDERS = {"benchmarks/NAME.py", "rewards/mine.py"}
+
+
+def test_every_file_that_a_page_or_a_docstring_names_with_its_folder_exists():
+    tree = [path for folder in (*SOURCES, "docs", ".ci") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    known = {f"/{path.relative_to(ROOT)}" for path in (*tree, *ROOT.glob("*.*"))}
+    read = [*PAGES, *(path for path in tree if path.suffix == ".py")]
+    stale = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in read
+        for name in NAMED_FILE.findall(path.read_text(encoding="utf-8"))
+        if name not in PLACEHOLDERS and not any(place.endswith(f"/{name}") for place in known)
+    ]
+    assert not stale, stale

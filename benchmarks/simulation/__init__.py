@@ -1,8 +1,8 @@
 """The controller on a virtual clock (`python -m benchmarks.simulation`, docs/simulation.md). Trains nothing.
 
 The trainer, its stages, the rollout pipeline, weight pushes, dispatch and the ledger are those of a run. Workers are
-stand-ins (`worker.py`) that return batches at once and say how long a device would take (`costs.py`). A group of them
-(`group.py`) advances the clock.
+stand-ins (`worker.py`) that return batches at once and say how long a device would take
+(`hybridrl/planning/costs.py`). A group of them (`group.py`) advances the clock.
 """
 
 from benchmarks.simulation.lengths import Lengths

@@ -2,7 +2,7 @@
 
 `load_prompt_data` returns the data of a PPO run: what `config.data` names, unless the caller passes its own datasets.
 Used by the PPO trainer, in the driver. The order of rows is `prompt_loader.py`'s; conversations for SFT are
-`sft/dataset.py`'s.
+`supervised/sft.py`'s.
 
 Shape letters: B rows, P tokens of the batch's longest prompt.
 """

@@ -2,9 +2,9 @@
 
     next_batch -> update -> validate -> log -> save_checkpoint
 
-`main_sft` creates it. What it shares with other trainers of one model is in `trainer.py`. `SFTDataset` has tokenized
-conversations with a loss mask over the assistant's tokens. The mask comes from the chat template's generation markers,
-or from templating the conversation turn by turn.
+`main_sft` creates it. What it shares with other trainers of one model is in `supervised_trainer.py`. `SFTDataset` has
+tokenized conversations with a loss mask over the assistant's tokens. The mask comes from the chat template's generation
+markers, or from templating the conversation turn by turn.
 """
 
 import logging

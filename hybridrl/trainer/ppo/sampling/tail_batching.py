@@ -15,7 +15,7 @@ The last steps of a run start fewer prompts, and the last one trains all that wa
 has drawn, exactly once per epoch, and every step has P prompts. A long round may belong to a later epoch than its
 prompts.
 
-What a round defers depends on tokens and not on the clock (`workers/rollout/short_round.py`). The waiting prompts
+What a round defers depends on tokens and not on the clock (`serving/agent_loop/short_round.py`). The waiting prompts
 belong to snapshot and checkpoint. So a resumed run and a step that runs again defer the same ones.
 
 Lives in the driver.

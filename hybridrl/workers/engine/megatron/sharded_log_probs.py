@@ -1,6 +1,6 @@
 """Statistics of tokens from logits whose vocabulary is sharded over tensor-parallel processes.
 
-They are those of `algos/token_stats.py`. No process ever holds a full row.
+They are those of `algos/token_stats`. No process ever holds a full row.
 
 Shapes: N tokens, v columns of this process, V = v * peers columns in all, of which the first `vocab_size` are tokens.
 """
