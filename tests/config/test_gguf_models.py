@@ -126,6 +126,7 @@ def test_two_processes_at_once_get_the_same_complete_folder(file, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(first).config.num_hidden_layers == 2
 
 
+@pytest.mark.slow
 def test_after_a_kill_in_the_middle_nothing_is_found_and_the_next_call_converts(file, tmp_path):
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
     place = tmp_path / "hybridrl" / "gguf"

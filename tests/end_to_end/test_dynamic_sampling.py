@@ -138,7 +138,9 @@ def test_without_equal_groups_the_run_is_the_one_without_a_filter(tmp_path, tiny
     assert largest_difference(*policies) == 0
 
 
-@pytest.mark.parametrize("mode", ["small generation batches", "lag", "kept", "curriculum"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("small generation batches", marks=pytest.mark.slow), "lag", "kept", "curriculum"]
+)
 def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(tmp_path, tiny_qwen2, whole, mode):
     run(tmp_path / "parts", tiny_qwen2, trainer__save_freq=2, **MODES[mode])
     folder = tmp_path / "parts/run/global_step_2"

@@ -137,7 +137,7 @@ def test_a_critic_and_adapters_learn_from_pictures_and_the_tower_of_adapters_sta
     assert any(".q_proj." in name for name in changed)
 
 
-@pytest.mark.parametrize("mode", ["k1", "reverse_kl"])
+@pytest.mark.parametrize("mode", ["k1", pytest.param("reverse_kl", marks=pytest.mark.slow)])
 def test_a_student_with_pictures_that_is_its_own_teacher_has_no_divergence_and_learns_from_another(
     folder, tmp_path, mode
 ):

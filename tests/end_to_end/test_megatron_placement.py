@@ -35,7 +35,8 @@ PLACES = {name: place for name, place in PLACEMENTS.items() if not name.startswi
 pytestmark = [NEEDS_MEGATRON, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [pytest.param(TP2, id="TP2"), pytest.param(PP2, id="PP2")])
 def test_every_transport_has_version_and_fingerprint_of_fsdp(tmp_path, model_path, ray_cluster, layout):  # noqa: F811
     def config_of(**changes) -> PPOConfig:
         sync = {

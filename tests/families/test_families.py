@@ -45,6 +45,7 @@ def test_recurrent_layers_that_cannot_continue_compute_rows_apart_and_a_line_say
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_a_model_that_vllm_does_not_build_on_this_device_is_refused():
     # In a process of its own: the try leaves vLLM's decorators on the model's class in transformers.
     refused = measure_apart("Bamba", "float32")["refused"]

@@ -41,6 +41,7 @@ def test_an_engine_that_keeps_the_contract_passes(engine):
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_the_fsdp_engine_keeps_the_contract_on_two_ranks(tmp_path):
     command = [sys.executable, "-c", RANK_PROGRAM]
     running = [

@@ -33,6 +33,7 @@ def page_faults(*, set_up: bool, **chosen: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.slow
 def test_a_worker_keeps_the_memory_of_large_tensors_unless_the_user_says_otherwise():
     untouched = page_faults(set_up=False)
     assert page_faults(set_up=True) < untouched / 4

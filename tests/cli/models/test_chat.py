@@ -94,6 +94,7 @@ def test_a_model_that_is_not_there_is_one_error(words, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_chat_with_a_model_whose_template_loops_goes_on_and_ends(tiny_qwen2, tmp_path):
     model = shutil.copytree(tiny_qwen2, tmp_path / "model")
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -1,8 +1,8 @@
-"""Sequence parallelism of the FSDP2 engine: 2 and 4 real processes (gloo) against the same work in one."""
+"""Sequence parallelism of the FSDP2 engine: 2 real processes (gloo), and 4 with `-m slow`, against the work in one."""
 
 import multiprocessing
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -40,12 +40,21 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+def by_world(names: list[str]) -> list:
+    """Return the cases, those of 4 ranks marked as slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if CASES[name].world == 4 else name for name in names]
+
+
 @pytest.fixture(scope="module")
-def ranks(folder) -> Iterator[dict[int, list[dict]]]:
-    """The results of each rank, by the number of ranks. One process imports the libraries and is forked."""
+def ranks(folder) -> Callable[[int], list[dict]]:
+    """Returns the results of each of so many ranks. One process imports the libraries and is forked."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.models.qwen2", "tests.support.workers.sequence_parallel_cases"])
-    for world in (2, 4):
+
+    @cache
+    def of(world: int) -> list[dict]:
+        if world == 4:
+            of(2)  # whose checkpoint they load
         running = [context.Process(target=rank, args=(number, world, str(folder))) for number in range(world)]
         for process in running:
             process.start()
@@ -55,9 +64,9 @@ def ranks(folder) -> Iterator[dict[int, list[dict]]]:
         for process in running:
             process.kill()
         assert codes == [0] * world
-    yield {
-        world: [torch.load(folder / f"{world}_{n}.pt", weights_only=False) for n in range(world)] for world in (2, 4)
-    }
+        return [torch.load(folder / f"{world}_{number}.pt", weights_only=False) for number in range(world)]
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +84,10 @@ def alone(folder):
     return of
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_world([*CASES]))
 def test_peers_compute_the_outputs_gradients_and_steps_of_one_process(ranks, alone, name):
     expected = alone(name)
-    for found in (result[name] for result in ranks[CASES[name].world]):
+    for found in (result[name] for result in ranks(CASES[name].world)):
         number = found["outputs"].pop("number")
         for output, column in found["outputs"].items():
             torch.testing.assert_close(column, expected["outputs"][output][number], atol=1e-6, rtol=1e-6)
@@ -89,10 +98,10 @@ def test_peers_compute_the_outputs_gradients_and_steps_of_one_process(ranks, alo
         assert_same_weights(found["weights"], expected["weights"], atol=LIMIT)  # Adam: lr 1e-4
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_world([*CASES]))
 def test_one_peer_reports_the_loss_and_all_have_the_same_rows(ranks, alone, name):
     case = CASES[name]
-    found = [result[name] for result in ranks[case.world]]
+    found = [result[name] for result in ranks(case.world)]
     assert [one["mesh"].dp_rank for one in found] == [number // case.size for number in range(case.world)]
     assert [bool(one["stats"]) for one in found[1 : case.size]] == [False] * (case.size - 1)
     total = sum(stats["loss"] for one in found for stats in one["stats"])
@@ -100,17 +109,18 @@ def test_one_peer_reports_the_loss_and_all_have_the_same_rows(ranks, alone, name
     assert sum(stats["rows"] for one in found for stats in one["stats"]) == 24
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "replayed" in name and "shared" not in name])
+@pytest.mark.parametrize("name", by_world([name for name in CASES if "replayed" in name and "shared" not in name]))
 def test_peers_count_the_replayed_tokens_of_one_process(ranks, alone, name):
     case = CASES[name]
-    expected, found = alone(name), [stats for result in ranks[case.world] for stats in result[name]["stats"]]
+    expected, found = alone(name), [stats for result in ranks(case.world) for stats in result[name]["stats"]]
     sums = [{key: sum(one[key] for one in stats) for key in ROUTING} for stats in (found, expected["stats"])]
     assert sums[0] == sums[1] and 0.9 * sums[0]["routing_tokens"] < sums[0]["routing_differ"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_peers_loads_in_an_engine_of_four_and_in_one_process(ranks, folder):
-    saved = ranks[2][0]["2 ranks, packed"]["weights"]
-    assert_same_weights(ranks[4][3]["loaded"], saved, atol=0)
+    saved = ranks(2)[0]["2 ranks, packed"]["weights"]
+    assert_same_weights(ranks(4)[3]["loaded"], saved, atol=0)
     engine = make_engine(str(folder / "tied"))
     engine.load(str(folder / "saved_by_2"))
     assert_same_weights(dict(engine.weights()), saved, atol=0)
