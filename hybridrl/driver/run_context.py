@@ -103,7 +103,8 @@ class DriverLifecycle:
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._channel is not None:
-            send_message(self._channel, message)
+            with contextlib.suppress(ConnectionError):  # the supervisor is gone: `_receive` ends this process
+                send_message(self._channel, message)
 
     def _receive(self, channel: socket.socket) -> None:
         reader = MessageReader()

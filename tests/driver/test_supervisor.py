@@ -134,6 +134,10 @@ def test_a_driver_that_loses_its_cluster_after_its_report_is_killed_without_a_wo
     assert program.returncode == 1 and err == "error: found before\n"
 
 
+def test_a_driver_that_ends_after_its_program_says_nothing():
+    assert run("kills_its_program_and_ends") == (-signal.SIGKILL, [], "")
+
+
 def test_a_frozen_driver_ends_with_its_program():
     program = start("freezes_for_ever")
     pid = int(program.stdout.readline())

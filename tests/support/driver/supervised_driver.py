@@ -76,6 +76,16 @@ def stops_its_program() -> int:
     return 0
 
 
+def kills_its_program_and_ends() -> int:
+    """End well after the supervisor, before this process kills itself for that."""
+    supervisor_id = os.getppid()
+    LIFECYCLE.on_orphaned = lambda: time.sleep(10)
+    os.kill(supervisor_id, signal.SIGKILL)
+    while os.getppid() == supervisor_id:
+        time.sleep(0.01)
+    return 0
+
+
 def freezes() -> int:
     emit("attempt", LIFECYCLE.attempt)
     if LIFECYCLE.attempt == 1:
