@@ -190,15 +190,7 @@ class SampleLane:
         on_idle: Called with the lock held when nothing is open any more.
     """
 
-    def __init__(
-        self,
-        tenant: str,
-        version: str,
-        *,
-        replica: Replica,
-        lock: Any,
-        on_idle: Callable[[], None],
-    ):
+    def __init__(self, tenant: str, version: str, *, replica: Replica, lock: Any, on_idle: Callable[[], None]):
         self.tenant, self.version, self._replica, self._lock = tenant, version, replica, lock
         self._on_idle = on_idle
         self._new: list[SampleOperation] = []

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="dri
 ROOT = Path(__file__).parents[2]
 
 
-def start(scenario, **options):
-    command = [sys.executable, "-m", "tests.support.driver.supervised_driver", scenario]
+def start(scenario, *words, **options):
+    command = [sys.executable, "-m", "tests.support.driver.supervised_driver", scenario, *words]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-def run(scenario):
-    program = start(scenario)
+def run(scenario, *words):
+    program = start(scenario, *words)
     out, err = program.communicate(timeout=60)
     return program.returncode, out.split("\n")[:-1], err
 
@@ -124,8 +124,14 @@ def test_a_cluster_that_does_not_stop_is_killed_and_late_signals_change_nothing(
         time.sleep(0.02)
     for number in (signal.SIGHUP, signal.SIGTERM):
         program.send_signal(number)
-    program.communicate(timeout=60)
-    assert program.returncode == 0
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 0 and err == ""
+
+
+def test_a_cluster_that_freezes_while_a_driver_waits_for_it_is_started_again_with_the_driver(tmp_path):
+    code, lines, err = run("waits_for_a_frozen_cluster", str(tmp_path / "frozen"))
+    assert code == 0 and lines == ["attempt 2 an address"]
+    assert "the process that starts Ray" in err and "killing the driver that uses it" in err
 
 
 def test_a_driver_that_loses_its_cluster_after_its_report_is_killed_without_a_word():

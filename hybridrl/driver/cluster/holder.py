@@ -7,7 +7,6 @@ only frozen. The supervisor then starts the next driver on another cluster.
 
 import json
 import logging
-import math
 import os
 import select
 import signal
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 from hybridrl.driver.cluster.watch import POLL_PERIOD_S, ClusterWatch, shut_down_ray, silence_stderr
 from hybridrl.system.child_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, prctl
 from hybridrl.system.json_lines import RECEIVE_BYTES
-from hybridrl.system.process_stat import read_process_stat
+from hybridrl.system.process_stat import StopClock, read_process_stat
 
 logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 3.0
@@ -45,7 +44,8 @@ class HeldCluster:
         self._pid: int | None = None
         self._holder: socket.socket | None = None  # yields the address; closing it stops the cluster
         self._address: dict[str, Any] | None = None
-        self._requested = False
+        self._requested = self._reports_ended = False
+        self._clock = StopClock()
 
     def request(self, *, close_fds: Sequence[int]) -> None:
         """Request the cluster's address, and start the cluster if there is none; `poll_answer` returns it.
@@ -58,7 +58,8 @@ class HeldCluster:
             self._fork(close_fds)
 
     def end_reports(self) -> None:
-        """Let the cluster's process report nothing more: the driver has said how the program ends."""
+        """Report nothing more about the cluster: the driver has said how the program ends."""
+        self._reports_ended = True
         if self._holder is not None and self._address is not None:
             with suppress(OSError):  # it has ended
                 self._holder.send(END_REPORTS)
@@ -68,6 +69,13 @@ class HeldCluster:
         return (
             self._pid is not None and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         )
+
+    def kill_if_frozen(self) -> None:
+        """Kill the cluster's process if it has been stopped for too long while a driver waits for its answer."""
+        if self._requested and self._pid is not None and self._clock.check([self._pid]):
+            logger.warning(self._clock.describe("the process that starts Ray", self._pid))
+            self._requested = False  # the driver is started again, and asks again
+            os.kill(self._pid, signal.SIGKILL)
 
     def poll_answer(self) -> dict[str, Any] | None:
         """Return the answer for `DriverLifecycle.ray_address` once per request, None while there is none."""
@@ -89,19 +97,20 @@ class HeldCluster:
             os.environ.update(self._address["environment"] | {"RAY_ADDRESS": self._address["cluster"]})
 
     def stop(self) -> None:
-        """Stop the cluster and wait until its process has ended; kill that after `STOP_TIMEOUT_S`.
+        """Stop the cluster and wait until its process has ended; kill that after `STOP_TIMEOUT_S`, or if it is frozen.
 
         A holder that was killed leaves its process group: Ray's agents would look for their cluster for a minute.
         """
         if self._pid is None or self._holder is None:
             return
         self._holder.close()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline, killed = time.monotonic() + STOP_TIMEOUT_S, False
         while not self.has_exited():
-            if time.monotonic() > deadline:
-                logger.warning("Ray did not stop within %g s; killing the process that holds it", STOP_TIMEOUT_S)
+            if not killed and (self._clock.check([self._pid]) or time.monotonic() > deadline):
+                if not self._reports_ended:
+                    logger.warning("Ray does not stop; killing the process that holds it")
                 os.kill(self._pid, signal.SIGKILL)
-                deadline = math.inf
+                killed = True
             time.sleep(STOP_POLL_PERIOD_S)
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)  # before its id is free

@@ -162,12 +162,7 @@ class AgentLoopManager:
     # -- batches
 
     def submit(
-        self,
-        prompts: Any,
-        *,
-        version: int | None,
-        max_new_tokens: int | None = None,
-        num_prompts: int | None = None,
+        self, prompts: Any, *, version: int | None, max_new_tokens: int | None = None, num_prompts: int | None = None
     ) -> AgentBatch:
         """Start generating responses, or more tokens of open ones.
 

@@ -1,4 +1,4 @@
-"""A supervised program for tests: `python -m tests.support.driver.supervised_driver SCENARIO`.
+"""A supervised program for tests: `python -m tests.support.driver.supervised_driver SCENARIO [FILE]`.
 
 Each scenario is one driver function; it prints what every attempt does.
 """
@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from hybridrl.driver import supervisor
 from hybridrl.driver.cluster import holder
@@ -123,6 +124,11 @@ def leaves_a_stopped_cluster() -> int:
     return 0
 
 
+def waits_for_a_frozen_cluster() -> int:
+    emit("attempt", LIFECYCLE.attempt, LIFECYCLE.ray_address())
+    return 0
+
+
 def loses_its_cluster_while_it_exits() -> int:
     """End with an error; the cluster's process is then killed, and this one waits for it."""
     LIFECYCLE.ray_address()
@@ -131,6 +137,15 @@ def loses_its_cluster_while_it_exits() -> int:
     atexit.register(os.kill, holding, signal.SIGKILL)
     sys.stderr.write("error: found before\n")
     return 1
+
+
+def start_cluster_that_freezes_once() -> str:
+    """Freeze, unless the file that the program was given exists."""
+    mark = Path(sys.argv[2])
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return "an address"
 
 
 def start_cluster_that_stops() -> str:
@@ -142,7 +157,6 @@ if __name__ == "__main__":
     holder.STOP_TIMEOUT_S = 2.0
     reports = sys.argv[1] == "reports_its_end"
     report_end = (lambda run_id, decision: emit("end", run_id, decision)) if reports else (lambda *_: None)
+    start_cluster = start_cluster_that_freezes_once if len(sys.argv) > 2 else start_cluster_that_stops
     supervise = supervisor.supervise
-    sys.exit(
-        supervise(globals()[sys.argv[1]], LIFECYCLE, start_cluster=start_cluster_that_stops, report_end=report_end)
-    )
+    sys.exit(supervise(globals()[sys.argv[1]], LIFECYCLE, start_cluster=start_cluster, report_end=report_end))
