@@ -5,7 +5,7 @@ QUICK := tests/algos tests/config tests/master/state tests/master/plan tests/fra
 	tests/sdk/test_future_sequence.py tests/sdk/first_generation/test_workload_handles.py tests/sdk/test_rpc_endpoints.py tests/sdk/test_role_group.py
 REQUIRED := setup.py requirements/install.sh requirements/vllm-cpu.txt
 
-.PHONY: help train real test quick lint types rules format docs notebooks fuzz slow chaos environments lock drill soak learn bench clean
+.PHONY: help train real test quick lint types rules format docs notebooks fuzz slow chaos environments cuda lock drill soak learn bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -79,6 +79,12 @@ environments: .venv/test.stamp ## the adapters of openenv, verifiers and harbor,
 	  $(PYTHON) -m pytest -q -m "slow or not slow" tests/training_service/test_program.py tests/training_service/test_messages.py \
 	  tests/serving/environments tests/serving/sessions/test_pypi_agents.py tests/examples/test_black_box_agent.py
 
+cuda: .venv/lint.stamp ## tests/gpu on a simulated CUDA device, in an environment with torch for CUDA (5 GB) and g++ (docs/gpu.md)
+	test -x .venv-cuda/bin/pip || $(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/pip install -q -r requirements/simulated-cuda.txt -e .
+	.venv-cuda/bin/python -m pytest -q -p tests.support.simulated_cuda.plugin -m gpu \
+	  tests/gpu/test_cuda.py tests/gpu/test_memory_phases.py tests/gpu/test_shared_prefixes.py
+
 lock: .venv/lint.stamp ## resolve requirements/cuda.txt again: versions for Linux with an NVIDIA driver; installs nothing else
 	requirements/lock.sh
 
@@ -98,7 +104,7 @@ bench: .venv/test.stamp ## every published figure
 	@for file in benchmarks/[!_]*.py; do echo "== $$file"; $(PYTHON) $$file || exit 1; done
 
 clean: ## remove what set-up and tests made; outputs/ and checkpoints/ stay
-	rm -rf .venv .venv-openenv .venv-verifiers .venv-agents .venv-harbor build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openenv .venv-verifiers .venv-agents .venv-harbor .venv-cuda build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # VERSIONS=newest or lowest, in an empty checkout: other versions than those of set-up (docs/versions.md)

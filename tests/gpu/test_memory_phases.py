@@ -47,4 +47,5 @@ def test_a_run_in_one_process_puts_its_rollout_to_sleep(tmp_path, tiny_qwen2, de
 
     monkeypatch.setattr(ActorRolloutRefWorker, "rollout_sleep", recorded)
     train(tmp_path, tiny_qwen2, trainer__device=device, trainer__total_training_steps=2)
-    assert awake_before_sleep == ([] if device == "cpu" else [True, True])
+    # Before each of two updates, and after validation before and after them.
+    assert awake_before_sleep == ([] if device == "cpu" else [True] * 4)
