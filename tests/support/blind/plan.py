@@ -36,7 +36,9 @@ HARMS = {
     "oom": 2,  # the kernel kills it when it needs another page
     "reset": 3,  # its TCP connections are aborted
 }
+WITHOUT_CONNECTIONS = {how: share for how, share in HARMS.items() if how != "reset"}
 OF_PROCESS = {  # who starts the run also ends a frozen program; a whole node freezes only in a data centre
+    "reward process": WITHOUT_CONNECTIONS,
     "program": {"kill": 1, "pause": 1},
     "node": {"kill": 2, "pause": 1},
 }
