@@ -72,7 +72,8 @@ class SimulatedDevice(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = {id(_values(tensor)): tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)}
         if known and func is not OPS.copy_.default:
-            _refuse_others(func, [tensor for tensor in tensors if not isinstance(tensor, SimulatedTensor)])
+            takes_indices = func in INDEXED and isinstance(args[0], SimulatedTensor)
+            _refuse_others(func, tensors, INDICES if takes_indices else ())
         devices = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
         on_device = devices[0].type == "cuda" if devices else bool(known)
         if kwargs.get("pin_memory"):
@@ -94,9 +95,10 @@ def _wrapped(values: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tens
     return known[id(values)] if id(values) in known else SimulatedTensor(values)
 
 
-def _refuse_others(func: Any, others: list[torch.Tensor]) -> None:
-    wrong = [one for one in others if one.dim() and not (func in INDEXED and one.dtype in INDICES)]
-    if wrong:
+def _refuse_others(func: Any, tensors: list[torch.Tensor], taken: tuple[torch.dtype, ...]) -> None:
+    """Raise for tensors of the CPU, except for numbers and for these types."""
+    others = [one for one in tensors if not isinstance(one, SimulatedTensor)]
+    if wrong := [one for one in others if one.dim() and one.dtype not in taken]:
         shapes = ", ".join(f"{one.dtype} {tuple(one.shape)}" for one in wrong)
         raise RuntimeError(f"{func}: some tensors are on cuda:0, and these on the CPU: {shapes}")
 
