@@ -110,14 +110,9 @@ class PPOLoop(Trainer):
         self.collate = functools.partial(collate_fn, pad_token_id=pad_token_id(tokenizer))
         defers = config.algorithm.filter_groups.defers
         data = replace(config.data, gen_batch_size=None) if defers else config.data  # all drawn prompts are trained
+        processor = image_processor(config, tokenizer)
         train_loader, self.val_dataset = load_prompt_data(
-            data,
-            tokenizer,
-            train_dataset,
-            val_dataset,
-            self.collate,
-            train_sampler,
-            processor=image_processor(config, tokenizer),
+            data, tokenizer, train_dataset, val_dataset, self.collate, train_sampler, processor=processor
         )
         if Role.RewardModel not in role_worker_mapping:
             rewards.check_data_sources(train_loader.dataset, self.reward_fn)
