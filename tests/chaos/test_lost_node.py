@@ -53,11 +53,14 @@ def test_without_another_node_the_error_names_what_is_missing(tmp_path):
     )
 
 
+STEPS = 40  # the loss is in step 3, and Ray notices it a second later
+
+
 def trained(tmp_path, model, role, how="removed", room="room"):
     changes = {
         "trainer.n_gpus_per_node": 1,
         "actor_rollout_ref.rollout.n_gpus_per_node": 1,
-        "trainer.total_training_steps": 4,
+        "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 2,
         "trainer.test_freq": -1,
     }
@@ -76,14 +79,10 @@ def test_a_run_continues_without_the_node_of_its_rollout(tmp_path, tiny_qwen2, h
         f"\n{how}: the master reported it after {master_s:.1f} s, the trainer after {trainer_s:.1f} s, and was back "
         f"{back['seconds']:.1f} s later"
     )
-    assert re.match(r"rollout-0 at step [34]: its node \S+ is gone", failed["failures"][0])
+    assert re.match(r"rollout-0 at step \d+: its node \S+ is gone", failed["failures"][0])
     assert master_s < 6 and trainer_s < 6
-    assert [row["training/global_step"] for row in metrics(tmp_path / "run") if "actor/grad_norm" in row] == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    rows = [row for row in metrics(tmp_path / "run") if "actor/grad_norm" in row]
+    assert [row["training/global_step"] for row in rows] == [*range(1, STEPS + 1)]
 
 
 def test_a_run_that_lost_the_node_of_its_actor_ends_with_the_reason_and_keeps_its_checkpoint(tmp_path, tiny_qwen2):
