@@ -1,4 +1,4 @@
-"""A type checker's view of remote calls. `make lint` checks that it has no complaint about the example itself."""
+"""A type checker finds mistakes in remote calls; `make lint` checks the example itself."""
 
 import subprocess
 import sys

@@ -71,7 +71,7 @@ class HeldCluster:
         )
 
     def kill_if_frozen(self) -> None:
-        """Kill the cluster's process if it has been stopped for too long while a driver waits for its answer."""
+        """Kill the cluster's process if it is frozen while a driver waits for its answer."""
         if self._requested and self._pid is not None and self._clock.check([self._pid]):
             logger.warning(self._clock.describe("the process that starts Ray", self._pid))
             self._requested = False  # the driver is started again, and asks again
@@ -97,9 +97,10 @@ class HeldCluster:
             os.environ.update(self._address["environment"] | {"RAY_ADDRESS": self._address["cluster"]})
 
     def stop(self) -> None:
-        """Stop the cluster and wait until its process has ended; kill that after `STOP_TIMEOUT_S`, or if it is frozen.
+        """Stop the cluster, and wait until its process has ended.
 
-        A holder that was killed leaves its process group: Ray's agents would look for their cluster for a minute.
+        A holder that is frozen, or has not ended after `STOP_TIMEOUT_S`, is killed. Its process group is killed, too:
+        Ray's agents would look for their cluster for a minute.
         """
         if self._pid is None or self._holder is None:
             return

@@ -22,10 +22,12 @@ from ray.cluster_utils import Cluster
 from hybridrl import main_ppo
 from hybridrl.framework.stage import spec_of
 from hybridrl.master.service.journal import history
+from hybridrl.system.process_stat import read_process_stat
 from tests.support.chaos.lost_node import OBJECT_STORE_BYTES, emit
 
 SIZE = {"object_store_memory": OBJECT_STORE_BYTES}
 RESERVED_TIMEOUT_S = 300.0
+ENDED_TIMEOUT_S = 60.0
 planned: dict[int, str] = {}  # step -> what happens before its generation
 cluster: Cluster
 
@@ -57,9 +59,15 @@ def lose_rollout(trainer):
 
 
 def remove(trainer, group):
-    node_id = group.processes.nodes[-1]
+    """Remove the node of the group's last process. Return when that has ended, so that this step misses it."""
+    node_id, process_id = group.processes.nodes[-1], group.processes.process_ids[-1]
     emit(lost=node_id, step=trainer.global_steps)
     cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == node_id), allow_graceful=False)
+    until = time.monotonic() + ENDED_TIMEOUT_S
+    while read_process_stat(process_id).state:
+        if time.monotonic() > until:
+            sys.exit(f"process {process_id} did not end within {ENDED_TIMEOUT_S:g} s of the loss of its node")
+        time.sleep(0.01)
 
 
 def return_node(trainer):

@@ -1,4 +1,4 @@
-"""A CUDA device in the memory of the CPU, to run the code for CUDA on a machine without one.
+"""A simulated CUDA device, to run the code for CUDA on a machine without one.
 
 A `SimulatedTensor` says that it is on cuda:0, and has its values in a tensor of the CPU. An operation on one of them
 and on a tensor of the CPU raises, as on a real device: this finds masks, indices and states that stayed on the CPU.
@@ -114,7 +114,7 @@ def dense_attention(
 
 
 def allocated_bytes(*_: Any) -> int:
-    """Return the bytes of tensors that Python code can reach; the tensors that autograd keeps are not among them."""
+    """Return the bytes of the tensors that Python code can reach, without those that autograd keeps."""
     found = [one.values.untyped_storage() for one in gc.get_objects() if isinstance(one, SimulatedTensor)]
     return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
@@ -125,7 +125,7 @@ class _Generator(torch._C.Generator):
 
 
 class _Nothing:
-    """A stream, an event, or a choice of a device: there is one device, and it has always finished."""
+    """A stream, an event, or the choice of the only device; all work has always finished."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = CUDA

@@ -1,4 +1,7 @@
-"""Sequence parallelism of the FSDP2 engine: 2 real processes (gloo), and 4 with `-m slow`, against the work in one."""
+"""Sequence parallelism of the FSDP2 engine: two real processes against the work in one.
+
+With `-m slow` four, too; all by gloo.
+"""
 
 import multiprocessing
 from collections.abc import Callable
