@@ -68,12 +68,12 @@ def test_new_weights_go_from_the_update_to_the_push_to_the_next_steps_generation
     assert ("update_actor", "old_log_prob", True) in separated  # the actor's own weights, not the rollout's
 
 
-@pytest.mark.parametrize("kind", ["svg", "dot", "txt"])
+@pytest.mark.parametrize("kind", ["svg", "txt"])
 def test_the_suffix_of_the_file_decides_the_format(tmp_path, capsys, kind):
     path = tmp_path / f"graph.{kind}"
     assert cli.main(["job", "graph", "--output", str(path)]) == 0
     assert capsys.readouterr().out == f"wrote {path}\n"
-    begins = {"svg": b"<svg", "dot": b"digraph", "txt": b"stage "}[kind]
+    begins = {"svg": b"<svg", "txt": b"stage "}[kind]
     assert path.read_bytes().startswith(begins)
 
 
@@ -87,7 +87,7 @@ def test_an_unknown_key_is_the_same_line_as_from_main_ppo(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--output", "graph.png"], "add --format text, dot or svg"),
+        (["--output", "graph.png"], "add --format text or svg"),
         (["--output", "no/such/directory/graph.svg"], "cannot be written (No such file or directory)"),
         (["algorithm.adv_estimator=best"], "algorithm.adv_estimator=best: there is no such estimator"),
     ],

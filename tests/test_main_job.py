@@ -165,16 +165,6 @@ def test_the_graph_of_a_file_has_its_roles_edges_and_placement(file, capsys):
     assert plan.startswith("grpo: 3 placement groups, 6 processes\n")
 
 
-def test_the_graph_of_a_file_in_dot_has_an_edge_per_flow_and_call(file, capsys):
-    assert cli.main(["job", "graph", str(file), "--format", "dot"]) == 0
-    edges = [line.strip() for line in capsys.readouterr().out.splitlines() if " -> " in line]
-    assert edges == [
-        *(f'"trainer" -> "{role}" [style=dotted];' for role in ("actor", "rollout", "reward")),
-        '"rollout" -> "reward" [style=solid, label="feeds (2.5)"];',
-        '"actor" -> "rollout" [style=dashed, penwidth=1.6, label="weights"];',
-    ]
-
-
 def test_the_graph_of_a_file_is_drawn(file, tmp_path, capsys):
     path = tmp_path / "graph.svg"
     assert cli.main(["job", "graph", str(file), "--output", str(path)]) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridrl import __version__, main_job
 from hybridrl.errors import ConfigError
 
-GRAPH_FORMATS = ("text", "dot", "svg")
+GRAPH_FORMATS = ("text", "svg")
 DEVICE_GIB = {"h100": 79, "h800": 79, "h200": 139, "h20": 95, "a100": 79}
 
 

@@ -18,7 +18,6 @@ from hybridrl.single_controller.placement.plan import Plan
 from hybridrl.trainer import run
 
 AUTO_DEVICE = "\ntrainer.device=auto: a GPU each where the cluster has any, else a CPU alone\n"
-SUFFIXES = {"txt": "text", "gv": "dot"}  # file suffixes that are not the format's name
 
 
 def show_graph(arguments: argparse.Namespace) -> None:
@@ -47,8 +46,6 @@ def show_graph(arguments: argparse.Namespace) -> None:
 def _stages_as(kind: str, config: PPOConfig) -> str:
     """Return the stages of a PPO job; as text, also the job's placement groups and processes."""
     graph = job_graph(config)
-    if kind == "dot":
-        return stage_graph.to_dot(graph)
     if kind == "svg":
         return stage_graph.to_picture(graph, title=config.trainer.experiment_name)
     note = AUTO_DEVICE if config.trainer.device == "auto" else ""
@@ -59,8 +56,6 @@ def _roles_as(kind: str, path: str) -> str:
     """Return the roles of a job file; as text, also the job's placement groups and processes."""
     file = load_job_file(path)
     graph = role_graph_of(file.job.spec)
-    if kind == "dot":
-        return role_graph.to_dot(graph)
     if kind == "svg":
         return role_graph.to_picture(graph, title=file.name)
     return f"{role_graph.to_text(graph)}\n{plan_table(file.job.plan(file.name))}"
@@ -78,11 +73,11 @@ def _kind_of(output: Path | None) -> str:
     if output is None:
         return "text"
     ending = output.suffix.lstrip(".").lower()
-    kind = SUFFIXES.get(ending, ending)
+    kind = "text" if ending == "txt" else ending
     if kind not in GRAPH_FORMATS:
         raise ConfigError(
-            f"--output {output}: its suffix is no known format; add --format text, dot or svg (a browser shows SVG, "
-            "and Inkscape makes a PNG of it)"
+            f"--output {output}: its suffix is no known format; add --format text or svg (a browser shows SVG, and "
+            "Inkscape makes a PNG of it)"
         )
     return kind
 

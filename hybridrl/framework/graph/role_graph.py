@@ -1,14 +1,14 @@
 """The graph of a job with own roles: its roles, their processes, and what flows between them.
 
 `hybridrl job graph FILE` makes one from a job's description and its plan, without starting anything. It is shown as
-text, in Graphviz's DOT language, or as a picture.
+text or as a picture.
 """
 
 from dataclasses import dataclass
 
 from hybridrl.driver.text_table import text_table
 from hybridrl.framework.graph.drawing import Box, Line, to_svg
-from hybridrl.framework.graph.stage_graph import DRIVER_COLOUR, PALETTE, quoted
+from hybridrl.framework.graph.stage_graph import DRIVER_COLOUR, PALETTE
 
 HEADER = ("role", "processes", "pool", "runs", "feeds", "gives its weights to")
 KINDS = {"feeds": "data", "weights": "state"}  # kind of an edge -> kind of its line in a picture
@@ -39,6 +39,10 @@ class RoleEdge:
     source: str
     target: str
     weight: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return self.kind if self.weight == 1 else f"{self.kind} ({self.weight:g})"
 
 
 @dataclass(frozen=True)
@@ -76,29 +80,6 @@ def _cells(graph: RoleGraph, node: RoleNode) -> tuple[str, ...]:
     return (node.name, str(node.num_processes), node.pool or "-", node.entry, *flows)
 
 
-# -- as Graphviz DOT
-
-
-def to_dot(graph: RoleGraph) -> str:
-    """Return the graph in Graphviz's DOT language. Weights are dashed, the trainer's calls dotted."""
-    lines = ["digraph job {", "  rankdir=LR; nodesep=0.4; ranksep=0.8;", '  node [shape=box, fontname="Helvetica"];']
-    for node in graph.nodes:
-        label = quoted(f"{node.name} x{node.num_processes}\n{node.entry}")
-        lines.append(f'  {quoted(node.name)} [label={label}, style=filled, fillcolor="{graph.colour_of(node)}"];')
-    if graph.trainer is not None:
-        trainer = quoted(graph.trainer.name)
-        lines += [f"  {trainer} -> {quoted(role.name)} [style=dotted];" for role in graph.roles]
-    for edge in graph.edges:
-        style = "style=dashed, penwidth=1.6" if edge.kind == "weights" else "style=solid"
-        label = _edge_label(edge)
-        lines.append(f"  {quoted(edge.source)} -> {quoted(edge.target)} [{style}, label={quoted(label)}];")
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _edge_label(edge: RoleEdge) -> str:
-    return edge.kind if edge.weight == 1 else f"{edge.kind} ({edge.weight:g})"
-
-
 # -- as a picture
 
 
@@ -108,7 +89,5 @@ def to_picture(graph: RoleGraph, *, title: str = "") -> str:
     boxes = [Box(names[node.name], (node.entry, node.pool), graph.colour_of(node)) for node in graph.nodes]
     called = tuple(names[role.name] for role in graph.roles)
     calls = [] if graph.trainer is None else [Line(names[graph.trainer.name], called, "calls", "order")]
-    flows = [
-        Line(names[edge.source], (names[edge.target],), _edge_label(edge), KINDS[edge.kind]) for edge in graph.edges
-    ]
+    flows = [Line(names[edge.source], (names[edge.target],), edge.label, KINDS[edge.kind]) for edge in graph.edges]
     return to_svg(boxes, [*calls, *flows], title=title, notes=NOTES)

@@ -2,7 +2,7 @@
 
     placements = {"actor": RolePlacement("global_pool", 8, "actor+critic"), ...}
     graph = stage_graph([spec_of(fn) for fn in trainer.stages()], placements)
-    to_text(graph), to_dot(graph), to_picture(graph, title="a job")
+    to_text(graph), to_picture(graph, title="a job")
 
 `hybridrl job graph` builds it without starting anything. All facts come from the stages' specs (`StageSpec`), so the
 graph includes stages that the user adds.
@@ -270,40 +270,6 @@ def _pool_lines(graph: StageGraph) -> list[str]:
         what = ", ".join(f"{count} of {roles}" for roles, count in processes.items())
         lines.append(f"{pool}: {what} (roles joined by + share a process)" if "+" in what else f"{pool}: {what}")
     return lines
-
-
-# -- as Graphviz DOT
-
-
-def to_dot(graph: StageGraph) -> str:
-    """Return the graph in Graphviz's DOT language.
-
-    Stages that run once have a double border; state edges are dashed, order edges dotted.
-    """
-    lines = ["digraph step {", "  rankdir=LR; nodesep=0.4; ranksep=0.8;", '  node [shape=box, fontname="Helvetica"];']
-    lines += ['  edge [fontname="Helvetica", fontsize=9];']
-    lines += [f"  {quoted(spec.name)} [{_node_style(graph, spec)}];" for spec in graph.stages]
-    lines += [f"  {quoted(edge.source)} -> {quoted(edge.target)} [{_edge_style(edge)}];" for edge in graph.edges]
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _node_style(graph: StageGraph, spec: StageSpec) -> str:
-    label = quoted("\n".join([spec.name, spec.role or DRIVER, *graph.where(spec)]))
-    shape = 'style="filled,rounded"' if spec.pure else 'style="filled", peripheries=2'
-    return f"label={label}, {shape}, fillcolor={quoted(graph.colour_of(spec))}"
-
-
-def _edge_style(edge: Edge) -> str:
-    if edge.columns:
-        return f"label={quoted(chr(10).join(edge.columns))}"
-    words = (["state"] if edge.state else []) + (["next step"] if edge.next_step else [])
-    line = "style=dashed, penwidth=1.6" if edge.state else "style=dotted"
-    return f"{line}, label={quoted(', '.join(words))}" + (", constraint=false" if edge.next_step else "")
-
-
-def quoted(text: str) -> str:
-    """Return a string of the DOT language."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 # -- as a picture

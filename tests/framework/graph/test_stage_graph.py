@@ -13,7 +13,6 @@ from hybridrl.framework.graph.stage_graph import (
     RolePlacement,
     picture_lines,
     stage_graph,
-    to_dot,
     to_picture,
     to_text,
 )
@@ -179,21 +178,6 @@ def test_the_table_fits_its_columns():
     lines = to_text(stage_graph(STEP, PLACEMENTS)).splitlines()
     at = lines[0].index("reads")
     assert all(line[at - 2 : at].strip() == "" for line in lines[2 : lines.index("")])  # no cell runs into the next
-
-
-def test_dot_names_every_stage_once_and_every_edge_with_its_columns():
-    graph = stage_graph(STEP, PLACEMENTS)
-    dot = to_dot(graph)
-    assert dot.startswith("digraph step {") and dot.rstrip().endswith("}") and dot.count("{") == dot.count("}")
-    assert len(re.findall(r"^  \"\w+\" \[", dot, re.MULTILINE)) == len(STEP)
-    assert len(re.findall(r" -> ", dot)) == len(graph.edges)
-    assert '"draw" -> "write" [label="ids\\nseeds"];' in dot
-    assert '"improve" -> "write" [style=dashed, penwidth=1.6, label="state, next step", constraint=false];' in dot
-
-
-def test_names_with_quotes_do_not_break_dot():
-    graph = stage_graph([StageSpec('write "x"', None, (), ("a",)), StageSpec("read", None, ("a",))], {})
-    assert r'"write \"x\"" -> "read" [label="a"];' in to_dot(graph)
 
 
 def test_the_picture_has_a_line_for_every_column_with_an_arrow_for_every_reader():
