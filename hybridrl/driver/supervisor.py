@@ -177,8 +177,8 @@ class _Supervisor:
                 self._stop_requested = True
                 if info.si_code <= 0:  # sent by a process; the terminal sends to every process of the program itself
                     self._to_forward.append((time.monotonic(), info.si_signo))
-            self.cluster.kill_if_frozen()
             self._receive(driver)
+            self.cluster.kill_if_frozen()
             self._forward_signals(driver)
             if self.cluster.has_exited() and not driver.is_killed:
                 # Ray would let the driver wait for a minute.
