@@ -26,6 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 MAX_MODEL_REASON = 400  # characters of an error of transformers
+# torch's file format raises RuntimeError with one of these words when a file cannot be written.
+STREAM_ERRORS = ("PytorchStreamWriter", "inline_container.cc")
 GGUF_FOLDER = "hybridrl/gguf"  # below HF_HOME: conversions of GGUF files, see config/gguf_models.py
 
 
@@ -171,6 +173,11 @@ class CallCycle(HybridRLError):
 def reason_of(error: BaseException) -> str:
     """Return the text of an error on one line, or its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Return whether an error says that a file cannot be written; `torch.save` has words of its own for that."""
+    return isinstance(error, OSError) or any(words in str(error) for words in STREAM_ERRORS)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.errors import ConfigError, WorkerLost
+from hybridrl.errors import ConfigError, HybridRLError, WorkerLost
 from hybridrl.failure_policy import Budgets, Decision, Failure, FailureKind
 from hybridrl.master.jobs import NOT_STARTED
 from hybridrl.master.jobs.job_context import JobContext, set_context
@@ -47,6 +47,7 @@ STOPPED_EXIT_CODE = 143  # 128 + SIGTERM, as in a shell
 GRACE_S = 30.0  # from SIGTERM to killing the remaining processes
 POLL_PERIOD_S = 0.25
 OLD_PROCESSES_TIMEOUT_S = 30.0  # for the end of the processes of a lost supervisor
+REPEATED = "mend its cause, and start the same command again"
 
 
 class JobSupervisor:
@@ -297,6 +298,8 @@ class JobSupervisor:
             return
         if decision.rule.kind == FailureKind.TRAINER_FAILED:
             _add_note(error, self._report(TRAINER))
+        elif isinstance(error, HybridRLError) and not isinstance(error, ConfigError):  # which names its fix
+            _add_note(error, REPEATED)
         raise _add_traceback(error)
 
     def _decide(self, failure: Failure) -> Decision:
@@ -392,8 +395,8 @@ def _role_failure(role: str, what: str, ranks: Sequence[int], *, also: Sequence[
 
 
 def _add_traceback(error: Exception) -> Exception:
-    """Add the tracebacks of the processes that the exception passed."""
-    where = getattr(error, "remote_traceback", None)
+    """Add the tracebacks of the processes that a user's exception passed; an own error needs none."""
+    where = None if isinstance(error, HybridRLError) else getattr(error, "remote_traceback", None)
     return error if where is None else _add_note(error, f"traceback of the process:\n{where}")
 
 

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hybridrl.errors import CallTimeout, CheckpointError, StorageError
+from hybridrl.errors import CheckpointError, HybridRLError, StorageError, is_storage_error, reason_of
 from hybridrl.system.atomic_write import fsync_path
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ class CheckpointStore:
             ManifestWriter(partial, self.path(step), step=step).finish_within(finish_timeout_s)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError) and not isinstance(error, CallTimeout):  # which is a TimeoutError, too
-                raise StorageError(f"cannot write {partial}: {error}") from error
+            if is_storage_error(error) and not isinstance(error, HybridRLError):
+                raise StorageError(f"cannot write {partial}: {reason_of(error)}") from error
             raise
         self._retain(step)
         return self.path(step)

@@ -13,10 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from hybridrl.errors import CheckpointError, StorageError, reason_of
-
-# torch's file format raises RuntimeError with one of these words when a file cannot be written.
-STREAM_ERRORS = ("PytorchStreamWriter", "inline_container.cc")
+from hybridrl.errors import CheckpointError, StorageError, is_storage_error, reason_of
 
 
 class PortableWriter(dcp.FileSystemWriter):
@@ -41,7 +38,7 @@ def collective_write(directory: str) -> Iterator[None]:
         yield
     except CheckpointException as failed:
         rank, (error, _) = next(iter(failed.failures.items()))
-        kind = StorageError if _is_storage_error(error) else CheckpointError
+        kind = StorageError if is_storage_error(error) else CheckpointError
         raise kind(f"rank {rank} cannot write {directory}: {reason_of(error):.300}") from error
 
 
@@ -65,7 +62,3 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
         torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _is_storage_error(error: BaseException) -> bool:
-    return isinstance(error, OSError) or any(name in str(error) for name in STREAM_ERRORS)

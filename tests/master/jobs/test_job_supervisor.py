@@ -8,7 +8,8 @@ import time
 import pytest
 import ray
 
-from hybridrl.errors import WorkerLost
+from hybridrl.driver.program import format_error
+from hybridrl.errors import StorageError, WorkerLost
 from hybridrl.master.jobs.builder import DLJobBuilder
 from hybridrl.master.service.client import list_masters
 from hybridrl.master.service.job_commands import status
@@ -149,6 +150,14 @@ def test_an_exception_restarts_the_trainer_once_and_ends_the_job_when_it_repeats
     state = state_of(tmp_path)
     assert state.state == JobPhase.FAILED and set(state.workers) == {"supervisor", "trainer-0", "actor-0", "actor-1"}
     assert not any("SIGKILL" in failure for failure in state.failures)  # the supervisor replaced the trainer
+
+
+def test_an_own_error_that_repeats_ends_the_job_in_one_line_with_what_to_do(tmp_path):
+    job = described(repeats_an_exception, tmp_path / "out", is_disk_full=True).build()
+    with pytest.raises(StorageError, match="cannot write x") as caught:
+        job.submit("full", journal=str(tmp_path))
+    line = format_error(caught.value)
+    assert "start the same command again" in line and "\n" not in line
 
 
 def test_a_role_that_exceeds_its_budget_ends_the_job_with_a_report_that_names_it(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from hybridrl.errors import ConfigError, WorkerLost
+from hybridrl.errors import ConfigError, StorageError, WorkerLost
 from hybridrl.master.jobs.job_context import current_context
 from hybridrl.master.jobs.roster import lookup_roster, loss_account
 from hybridrl.master.service.client import list_masters
@@ -148,7 +148,9 @@ def repeats_an_exception(job):
     write_line(job, job.resume_point.restarts)
     job.report_step(1 if job.resume_point.restarts == 0 else 2)
     job.report_commit(job.resume_point.step, "x")  # returns when the supervisor has recorded the step, too
-    raise ArithmeticError("an error in the trainer")
+    raise (
+        StorageError("cannot write x") if job.config.get("is_disk_full") else ArithmeticError("an error in the trainer")
+    )
 
 
 class CleansUp:

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from hybridrl.config.schema.trainer import TrainerConfig
 from hybridrl.errors import CallTimeout, CheckpointError, StorageError
@@ -68,6 +69,13 @@ def test_a_run_stops_by_policy_or_if_no_later_save_follows(tmp_path, policy, req
     assert caught.value.__notes__[0].startswith(
         "nothing is committed yet; free space there, set trainer.max_ckpt_to_keep"
     )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_torch_cannot_write_is_a_storage_error(tmp_path):
+    store = CheckpointStore(str(tmp_path))
+    with no_file_larger_than(50_000), pytest.raises(StorageError, match="cannot write .*global_step_2"):
+        store.commit(2, lambda directory: torch.save(torch.zeros(100_000), os.path.join(directory, "model.pt")))
     assert list(tmp_path.iterdir()) == []
 
 
