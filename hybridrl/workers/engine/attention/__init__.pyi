@@ -1,5 +1,4 @@
 from .masked_attention import masked_attention as masked_attention
-from .masked_attention import masked_tree_attention as masked_tree_attention
 from .recurrent_layers import RecurrentLayers as RecurrentLayers
 from .recurrent_layers import state_obstacle as state_obstacle
 from .sequence_parallel import SumOverPeers as SumOverPeers
@@ -7,4 +6,5 @@ from .sequence_parallel import part_of_layout as part_of_layout
 from .sequence_parallel import places_of_part as places_of_part
 from .sequence_parallel import sequence_part as sequence_part
 from .sequence_parallel import use_sequence_parallel as use_sequence_parallel
+from .tree_attention import attend_spans as attend_spans
 from .tree_attention import use_tree_attention as use_tree_attention

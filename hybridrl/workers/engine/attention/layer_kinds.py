@@ -156,3 +156,9 @@ def use_exact_attention(model: Any, chosen: str | None) -> None:
     model.set_attn_implementation("eager")
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning("%s: attention is computed by the model's plain code (eager).", what)
+
+
+def set_text_attention(model: Any, name: str) -> None:
+    """Replace the attention of a model's decoder; a vision tower keeps its own."""
+    is_composite = model.config.get_text_config() is not model.config
+    model.set_attn_implementation({"text_config": name} if is_composite else name)

@@ -6,6 +6,7 @@ padded batch, only inside attention. Work grows with the sum of squared lengths.
 transformers and receives a layout's spans as a keyword argument of the model's forward.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine import attention
-from hybridrl.workers.engine.attention.layer_kinds import RECURRENT, layer_kinds
+from hybridrl.workers.engine.attention.layer_kinds import RECURRENT, layer_kinds, set_text_attention
 from hybridrl.workers.engine.attention.spans import SequenceSpan, path_mask
 
 NAME = "hybridrl_packed"
@@ -35,12 +36,6 @@ def use_packed_layout(model: Any) -> bool:
     if is_recurrent:
         attention.RecurrentLayers(model, is_passed_on=is_replaced)
     return is_replaced or is_recurrent
-
-
-def set_text_attention(model: Any, name: str) -> None:
-    """Replace the attention of a model's decoder; a vision tower keeps its own."""
-    is_composite = model.config.get_text_config() is not model.config
-    model.set_attn_implementation({"text_config": name} if is_composite else name)
 
 
 def packed_sdpa(
@@ -74,6 +69,9 @@ def packed_sdpa(
             f"model.use_remove_padding=True: {type(module).__name__} does not get the keyword arguments of its model; "
             "set it to False"
         )
+    is_plain = softcap is None and s_aux is None and value.size(-1) == query.size(-1)
+    if query.device.type == "cpu" and is_plain and max(span.width for span in spans) <= (sliding_window or math.inf):
+        return attention.attend_spans(query, key, value, spans, scale=kwargs.get("scaling")).transpose(1, 2), None
     parts = []
     for span in spans:
         q, k, v = (_as_batch(states, span) for states in (query, key, value))

@@ -148,10 +148,9 @@ def sequence_parallel_attention(
     Raises:
         ConfigError: The model asks for what this attention cannot do.
     """
-    other = [name for name in tree_attention.UNSUPPORTED if kwargs.get(name) is not None]
-    if part is None or other or attention_mask is not None:
+    if part is None or attention_mask is not None or kwargs.get("position_bias") is not None:
         what = "does not get the keyword arguments of its model" if part is None else "needs a mask or a bias"
-        raise ConfigError(f"{KEY}: {type(module).__name__} {what}{' (' + ', '.join(other) + ')' * bool(other)}; use 1")
+        raise ConfigError(f"{KEY}: {type(module).__name__} {what}; use 1")
     heads, few = query.size(1), key.size(1)
     shared = lcm(few, part.size)  # heads of keys and values that the peers can share: each may be needed by several
     states = query, *(states.repeat_interleave(shared // few, dim=1) for states in (key, value))

@@ -21,15 +21,14 @@ from torch import nn
 
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine import attention
-from hybridrl.workers.engine.attention.layer_kinds import RECURRENT, layer_kinds, obstacle
-from hybridrl.workers.engine.attention.packed_attention import set_text_attention
+from hybridrl.workers.engine.attention.layer_kinds import RECURRENT, layer_kinds, obstacle, set_text_attention
+from hybridrl.workers.engine.attention.masked_attention import masked_tree_attention
 from hybridrl.workers.engine.attention.spans import AttentionTree, SequenceSpan
 
 logger = logging.getLogger(__name__)
 
 NAME = "hybridrl_prefix_tree"
-UNSUPPORTED = ("position_bias",)
-"""Arguments by which models change the attention weights."""
+Branches = tuple[tuple[int, int, int], ...]
 
 
 def attend_tree(
@@ -44,9 +43,22 @@ def attend_tree(
         scale: Factor of the products of queries and keys. None: d ** -0.5.
     """
     if query.device.type == "cpu":
-        found: torch.Tensor = _TwoPartAttention.apply(query, key, value, tree, scale)
-        return found
+        return attend_spans(query, key, value, tree.spans, tuple(tree.branches), scale=scale)
     return _flex_attention()(query, key, value, block_mask=tree.block_mask, scale=scale, enable_gqa=True)
+
+
+def attend_spans(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: tuple[SequenceSpan, ...],
+    branches: Branches = (),
+    *,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return causal attention inside each sequence of a packed row, on the CPU; arguments as of `attend_tree`."""
+    found: torch.Tensor = _TwoPartAttention.apply(query, key, value, spans, branches, scale)
+    return found
 
 
 @functools.cache
@@ -61,20 +73,29 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class _TwoPartAttention(torch.autograd.Function):
-    """`attend_tree` on the CPU, by torch's own flash attention."""
+    """`attend_tree` on the CPU, by torch's own flash attention.
+
+    Its backward pass computes in float32: with bfloat16 torch's kernel takes four to eight times as long.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: AttentionTree, scale: float | None
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spans: tuple[SequenceSpan, ...],
+        branches: Branches,
+        scale: float | None,
     ) -> torch.Tensor:
         states = (query, key, value)
         sums = torch.promote_types(query.dtype, torch.float32)
         merged, lse = query.new_empty(query.shape, dtype=sums), query.new_empty(query.shape[:3], dtype=sums)
-        for span in tree.spans:
+        for span in spans:
             part, part_lse = _forward(*(_gather(tensor, span) for tensor in states), 0.0, True, scale=scale)
             _scatter(merged, part, span)
             _scatter(lse, part_lse, span)
-        for start, stop, end in tree.branches:
+        for start, stop, end in branches:
             q, k, v = _slices(states, start, stop, end)
             part, part_lse = _forward(q, k, v, 0.0, False, scale=scale)
             before = lse[:, :, stop:end]
@@ -84,20 +105,22 @@ class _TwoPartAttention(torch.autograd.Function):
             lse[:, :, stop:end] = after
         out = merged.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.tree, ctx.scale = tree, scale
+        ctx.spans, ctx.branches, ctx.scale = spans, branches, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        *tensors, lse = ctx.saved_tensors
+        dtype = grad.dtype
+        query, key, value, out, grad = (tensor.to(lse.dtype) for tensor in (*tensors, grad))
         states = (query, key, value)
-        grads = tuple(torch.zeros_like(tensor, dtype=lse.dtype) for tensor in states)
-        for span in ctx.tree.spans:
+        grads = tuple(map(torch.zeros_like, states))
+        for span in ctx.spans:
             inputs = [_gather(tensor, span) for tensor in (*states, out, lse)]
             parts = _backward(_gather(grad, span, zero_padding=True), *inputs, 0.0, True, scale=ctx.scale)
             for total, part in zip(grads, parts, strict=True):
                 _scatter(total, part, span)
-        for start, stop, end in ctx.tree.branches:
+        for start, stop, end in ctx.branches:
             below = slice(stop, end)
             parts = _backward(
                 grad[:, :, below],
@@ -108,7 +131,7 @@ class _TwoPartAttention(torch.autograd.Function):
             grads[0][:, :, below] += parts[0]
             grads[1][:, :, start:stop] += parts[1]
             grads[2][:, :, start:stop] += parts[2]
-        return (*(total.to(query.dtype) for total in grads), None, None)
+        return (*(total.to(dtype) for total in grads), None, None, None)
 
 
 def _slices(states: tuple[torch.Tensor, ...], start: int, stop: int, end: int) -> tuple[torch.Tensor, ...]:
@@ -176,18 +199,14 @@ def tree_attention(
     Raises:
         ConfigError: The model asks for what this attention cannot do.
     """
-    other = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if tree is None or dropout or other or attention_mask is not None:
-        what = (
-            "does not get the keyword arguments of its model"
-            if tree is None
-            else "needs "
-            + ", ".join(other + ["dropout"] * bool(dropout) + ["an attention mask"] * (attention_mask is not None))
-        )
+    other = {"dropout": dropout or None, "an attention mask": attention_mask, "a bias": kwargs.get("position_bias")}
+    needs = ", ".join(name for name, given in other.items() if given is not None)
+    if tree is None or needs:
+        what = "does not get the keyword arguments of its model" if tree is None else f"needs {needs}"
         raise ConfigError(f"use_prefix_grouper=True: {type(module).__name__} {what}; set it to False")
     if sliding_window is None and softcap is None and s_aux is None and value.size(-1) == query.size(-1):
         return attend_tree(query, key, value, tree, scale=scaling).transpose(1, 2), None
-    found = attention.masked_tree_attention(
+    found = masked_tree_attention(
         query, key, value, tree, window=sliding_window, scale=scaling, soft_cap=softcap, sinks=s_aux
     )
     return found.transpose(1, 2), None

@@ -306,7 +306,4 @@ def _in_row_order(parts: list[torch.Tensor], order: list[int], *, empty_shape: t
     """Concatenate micro-batch results on the CPU and undo the sorting of rows."""
     if not parts:
         return torch.zeros(empty_shape)
-    joined = torch.cat(parts).float().cpu()
-    result = torch.empty_like(joined)
-    result[order] = joined
-    return result
+    return torch.cat(parts).float().cpu()[torch.tensor(order).argsort()]

@@ -91,6 +91,17 @@ def test_attention_and_its_gradients_are_those_of_a_full_mask(name, heads):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
+def test_gradients_of_bfloat16_states_are_those_of_float32_rounded_once():
+    tree = attention_tree(tree_of(BATCHES["turns"]))
+    torch.manual_seed(0)
+    states = [torch.randn(1, heads, len(tree.ends), 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    exact = [tensor.detach().float().requires_grad_() for tensor in states]
+    found, expected = (torch.autograd.grad(attend_tree(*own, tree, scale=0.3).sum(), own) for own in (states, exact))
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.float(), other, atol=0.01, rtol=0.01)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_with_the_block_mask_gives_the_same(models):
     tree = attention_tree(tree_of(BATCHES["turns"]))
