@@ -2,12 +2,13 @@
 
     python benchmarks/plan_against_run.py [key=value ...]     settings of main_ppo, as for `hybridrl plan`
 
-The job runs in a process of its own with `trainer.backend=local`. Its allocator gives freed memory back at once,
-because a plan counts what is held. Peaks are those of its resident memory (VmHWM, reset before each stage), Python and
-the libraries included. The first step is left out: optimizer and caches come into being in it. Seconds are medians of
-the others, and the plan counts with their mean response length. Its memory is for responses of the full length: give
-actor_rollout_ref.rollout.ignore_eos=true. ETA is what the line of each step said, beside the
-seconds that were then left until the last step's line.
+The job runs twice, in a process of its own with `trainer.backend=local`. The first run is for memory: its allocator
+gives freed memory back at once, because a plan counts what is held. Peaks are those of its resident memory (VmHWM,
+reset before each stage), Python and the libraries included. The second run is for seconds, with the usual allocator.
+The first step is left out: optimizer and caches come into being in it. Seconds are medians of the others, and the plan
+counts with their mean response length. Its memory is for responses of the full length: give
+actor_rollout_ref.rollout.ignore_eos=true. ETA is what the line of each step said, beside the seconds that were then
+left until the last step's line.
 """
 
 import json
@@ -80,14 +81,14 @@ def run(words: list[str], out: str) -> int:
     return main_ppo.main(words, trainer_cls=Measured)
 
 
-def measure(words: list[str]) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
-    """Run in a child process; return its stages, and seconds left, expected and real."""
+def measure(words: list[str], environment: dict[str, str]) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
+    """Run in a child process; return the stages after the first step, and seconds left, expected and real."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/stages.jsonl"
         own = [*words, "trainer.backend=local", f"trainer.default_local_dir={folder}/run"]
         command = [sys.executable, __file__, "--run", out, *own]
         process = subprocess.Popen(
-            command, env=os.environ | FREED_AT_ONCE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert process.stdout is not None
         said: list[tuple[float, float]] = []
@@ -100,7 +101,8 @@ def measure(words: list[str]) -> tuple[list[dict[str, Any]], list[tuple[float, f
         if process.wait():
             sys.exit("".join(["the run failed:\n", *lines[-30:]]))
         stages = [json.loads(line) for line in Path(out).read_text().splitlines()]
-        return stages, [(left, said[-1][0] - at) for at, left in said[:-1]]
+        later = [entry for entry in stages if entry["step"] > stages[0]["step"]]
+        return later, [(left, said[-1][0] - at) for at, left in said[:-1]]
 
 
 def planned(words: list[str], tokens: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -130,12 +132,13 @@ def main() -> int:
     if sys.argv[1:2] == ["--run"]:
         return run(sys.argv[3:], sys.argv[2])
     words = sys.argv[1:]
-    stages, left = measure(words)
-    stages = [entry for entry in stages if entry["step"] > stages[0]["step"]]
+    held, _ = measure(words, FREED_AT_ONCE)
+    stages, left = measure(words, {})
     peaks: defaultdict[str, float] = defaultdict(float)
     seconds: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for entry in stages:
+    for entry in held:
         peaks[entry["stage"]] = max(peaks[entry["stage"]], entry["peak"])
+    for entry in stages:
         seconds[entry["stage"]][entry["step"]] += entry["s"]
     lengths = [entry["tokens"] for entry in stages if entry["tokens"]]
     moments, expected = planned(words, round(sum(lengths) / len(lengths)))
