@@ -32,7 +32,7 @@ def texts_of(svg: Path) -> list[str]:
 
 
 def test_the_page_has_a_command_for_every_format():
-    assert len(GRAPHS) == 3 and len(COMMANDS) == 5
+    assert len(GRAPHS) == 2 and len(COMMANDS) == 4
 
 
 @pytest.mark.parametrize("line", GRAPHS)
