@@ -26,8 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 MAX_MODEL_REASON = 400  # characters of an error of transformers
-# torch's file format raises RuntimeError with one of these words when a file cannot be written.
-STREAM_ERRORS = ("PytorchStreamWriter", "inline_container.cc")
+STREAM_ERRORS = ("PytorchStreamWriter", "inline_container.cc")  # in what torch.save raises if it cannot write
 GGUF_FOLDER = "hybridrl/gguf"  # below HF_HOME: conversions of GGUF files, see config/gguf_models.py
 
 
@@ -176,7 +175,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Return whether an error says that a file cannot be written; `torch.save` has words of its own for that."""
+    """Return whether an error says that a file cannot be written.
+
+    `torch.save` raises a RuntimeError with words of its own for that.
+    """
     return isinstance(error, OSError) or any(words in str(error) for words in STREAM_ERRORS)
 
 

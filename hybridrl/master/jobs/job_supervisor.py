@@ -47,7 +47,7 @@ STOPPED_EXIT_CODE = 143  # 128 + SIGTERM, as in a shell
 GRACE_S = 30.0  # from SIGTERM to killing the remaining processes
 POLL_PERIOD_S = 0.25
 OLD_PROCESSES_TIMEOUT_S = 30.0  # for the end of the processes of a lost supervisor
-REPEATED = "mend its cause, and start the same command again"
+WAY_OUT = "correct its cause, and start the same command again"  # of an error of hybridrl's own
 
 
 class JobSupervisor:
@@ -272,7 +272,7 @@ class JobSupervisor:
             self._restart(TRAINER, [0], f"it ended with {type(error).__name__}: {error}")
         elif role not in (its_role for its_role, _ in dead):
             if not isinstance(error, WorkerLost):
-                raise _add_traceback(error)  # no process died that could have caused it
+                raise _explained(error)  # no process died that could have caused it
             what = f"run() of {role}-{rank} ended with {error}"  # it has lost a process of another role
             if not self._decide(_role_failure(role, what, [rank])).is_granted:
                 raise _add_note(error, self._report(role))
@@ -298,9 +298,7 @@ class JobSupervisor:
             return
         if decision.rule.kind == FailureKind.TRAINER_FAILED:
             _add_note(error, self._report(TRAINER))
-        elif isinstance(error, HybridRLError) and not isinstance(error, ConfigError):  # which names its fix
-            _add_note(error, REPEATED)
-        raise _add_traceback(error)
+        raise _explained(error)
 
     def _decide(self, failure: Failure) -> Decision:
         """Return what follows a failure; log it and report it to the master."""
@@ -394,9 +392,11 @@ def _role_failure(role: str, what: str, ranks: Sequence[int], *, also: Sequence[
     return Failure(FailureKind.PROCESS_LOST, what, subject=role, target=target)
 
 
-def _add_traceback(error: Exception) -> Exception:
-    """Add the tracebacks of the processes that a user's exception passed; an own error needs none."""
-    where = None if isinstance(error, HybridRLError) else getattr(error, "remote_traceback", None)
+def _explained(error: Exception) -> Exception:
+    """Add the way out to an error of hybridrl's own; to a user's, the tracebacks of the processes that it passed."""
+    if isinstance(error, HybridRLError):
+        return error if isinstance(error, ConfigError) else _add_note(error, WAY_OUT)  # a ConfigError names its fix
+    where = getattr(error, "remote_traceback", None)
     return error if where is None else _add_note(error, f"traceback of the process:\n{where}")
 
 

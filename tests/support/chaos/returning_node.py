@@ -59,7 +59,10 @@ def lose_rollout(trainer):
 
 
 def remove(trainer, group):
-    """Remove the node of the group's last process. Return when that has ended, so that this step misses it."""
+    """Remove the node of the group's last process.
+
+    Returns when the process has ended, so that this step misses it.
+    """
     node_id, process_id = group.processes.nodes[-1], group.processes.process_ids[-1]
     emit(lost=node_id, step=trainer.global_steps)
     cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == node_id), allow_graceful=False)

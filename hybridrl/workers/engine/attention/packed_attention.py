@@ -1,4 +1,4 @@
-"""Attention over packed sequences with plain SDPA, for machines without flash attention.
+"""Attention over packed sequences with SDPA, or `attend_spans` on a CPU, for machines without flash attention.
 
 transformers uses a block-diagonal mask over the whole packed row. Its memory and work grow with the square of the row's
 tokens: 6 to 16 times the other work of a small model. Here adjacent sequences of similar length are attended as a

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hybridrl.algos.partition.prefix_tree import prefix_tree, real_tokens
 from hybridrl.errors import ConfigError
+from hybridrl.workers.engine.attention import tree_attention as tree_attention_module
 from hybridrl.workers.engine.attention.spans import sees
 from hybridrl.workers.engine.attention.tree_attention import attend_tree, tree_attention, use_tree_attention
 from hybridrl.workers.engine.base import COMPUTED_TOKENS, ROW_TOKENS, LoRA, MicroBatching
@@ -91,7 +92,14 @@ def test_attention_and_its_gradients_are_those_of_a_full_mask(name, heads):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
-def test_gradients_of_bfloat16_states_are_those_of_float32_rounded_once():
+def test_gradients_of_bfloat16_states_are_computed_in_float32_and_near_float32s(monkeypatch):
+    dtypes, kernel = set(), tree_attention_module._backward
+
+    def recorded(*args, **kwargs):
+        dtypes.update(tensor.dtype for tensor in args[:6])
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(tree_attention_module, "_backward", recorded)
     tree = attention_tree(tree_of(BATCHES["turns"]))
     torch.manual_seed(0)
     states = [torch.randn(1, heads, len(tree.ends), 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
@@ -100,6 +108,7 @@ def test_gradients_of_bfloat16_states_are_those_of_float32_rounded_once():
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.bfloat16
         torch.testing.assert_close(one.float(), other, atol=0.01, rtol=0.01)
+    assert dtypes == {torch.float32}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
