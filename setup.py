@@ -44,6 +44,7 @@ setup(
         "": ["*.pyi"],
         "hybridrl": ["py.typed"],
         "hybridrl.cli.project": ["template/*", "template/tests/*"],
+        "hybridrl.cli.verl": ["without_programs.sh"],
         "hybridrl.config": ["presets/*.yaml"],
         "hybridrl.view": ["page/*", "*.zip"],
     },

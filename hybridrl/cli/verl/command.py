@@ -1,19 +1,19 @@
 """`hybridrl import-verl`: verl's command lines and launch scripts as commands of ours, with every change explained.
 
-It runs nothing of the script. The rows of `hybridrl/config/verl` decide what becomes of each key, as in `main_ppo`.
+No program of a script is run. The rows of `hybridrl/config/verl` decide what becomes of each key, as in `main_ppo`.
 """
 
 import argparse
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from hybridrl import main_ppo
-from hybridrl.cli.verl.shell_script import script_commands, unresolved
+from hybridrl.cli.verl.launch_script import UNKNOWN, ScriptRun, run_script, unresolved
 from hybridrl.config.load import load_config
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.config.verl.defaults import differing_defaults
@@ -47,15 +47,16 @@ class ImportedCommand:
 def import_verl(arguments: argparse.Namespace) -> int:
     """Print commands of verl as ours; return 1 if one cannot run as it is."""
     code = 0
-    for place, words in enumerate(verl_commands(arguments.verl, os.environ)):
-        imported = imported_command(words)
+    run = verl_commands(arguments.verl, os.environ)
+    for place, words in enumerate(run.commands):
+        imported = imported_command(words, run.problems)
         show(("\n" if place else "") + "\n".join(map(one_line, _report(imported))) + "\n")
         code = code or int(bool(imported.problems))
     return code
 
 
-def verl_commands(given: Sequence[str], environment: "os._Environ[str] | dict[str, str]") -> list[list[str]]:
-    """Return the arguments of each `main_ppo` of verl that a script or a command line runs.
+def verl_commands(given: Sequence[str], environment: Mapping[str, str]) -> ScriptRun:
+    """Return the arguments of each `main_ppo` of verl that a script or a command line runs, and bash's problems.
 
     Args:
         given: A script with its arguments, or a command line.
@@ -64,29 +65,31 @@ def verl_commands(given: Sequence[str], environment: "os._Environ[str] | dict[st
     Raises:
         ConfigError: There is no such command.
     """
-    commands = [list(given)]
+    commands: list[list[str]] = [list(given)]
+    problems: list[str] = []
     if Path(given[0]).is_file():
         try:
             text = Path(given[0]).read_text()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{given[0]}: is not text in UTF-8 ({error.reason})") from None
-        places = {"BASH_SOURCE": given[0], **{str(place): word for place, word in enumerate(given)}}
-        commands = script_commands(text, {**environment, **places}, arguments=list(given[1:]))
-    elif len(given) == 1 and " " in given[0]:
-        commands = script_commands(given[0], environment, arguments=[])
+        commands, problems = run_script(text, environment, path=given[0], arguments=list(given[1:]))
+    elif len(given) == 1:
+        commands = [shlex.split(given[0])]
     found = [arguments for command in commands if (arguments := _arguments_of_program(command)) is not None]
     if not found:
         raise ConfigError(
             f"{given[0]}: has no command of verl.trainer.main_ppo; give an existing bash script, or the command line"
+            + "".join(f"\n  {line}" for line in problems)
         )
-    return found
+    return ScriptRun(found, problems)
 
 
-def imported_command(arguments: Sequence[str]) -> ImportedCommand:
+def imported_command(arguments: Sequence[str], script_problems: Sequence[str] = ()) -> ImportedCommand:
     """Return the arguments of verl's `main_ppo` as settings of ours."""
     words = [word for word in arguments if not unresolved(word)]
     known = [word for word in words if one_line(word) == word]
-    problems = [f"{word!r}: has a control character; write it in one line" for word in words if word not in known]
+    problems = [*script_problems]
+    problems += [f"{word!r}: has a control character; write it in one line" for word in words if word not in known]
     problems += [
         f"{_shown(word)}: depends on {_cause(word)}, which is not run here; set a variable of the "
         "script in this shell, or write the value yourself"
@@ -164,7 +167,7 @@ def _report(imported: ImportedCommand) -> Iterator[str]:
 
 
 def _shown(word: str) -> str:
-    return re.sub("\0[^\0]*\0", "?", word)
+    return re.sub(f"{UNKNOWN}[^{UNKNOWN}]*{UNKNOWN}", "?", word)
 
 
 def _cause(word: str) -> str:
