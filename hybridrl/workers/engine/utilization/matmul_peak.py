@@ -5,6 +5,7 @@ is measured. Workers call it; the driver adds up their answers.
 """
 
 import functools
+import math
 import time
 
 import torch
@@ -29,6 +30,7 @@ VENDOR_PEAKS = {
 }
 """Words of a device's name -> dense bfloat16 FLOPs per second, from the data sheets that verl and torchtitan cite."""
 MIN_SECONDS = 0.001  # of a measured product, so that starting threads or kernels does not count
+SERIES_SECONDS = 0.02  # of measured products: the CPU time of threads that run is known to a few milliseconds only
 FIRST_SIZE, MAX_SIZE = 512, 4096
 REPEATS = 3
 
@@ -38,7 +40,7 @@ def matmul_peak(device: str, dtype: torch.dtype) -> float:
     """Return the FLOPs per second of this process's device, measured once per process if no table has them.
 
     On the CPU, time is the process's CPU time divided by its threads: what other programs use at the moment does not
-    count. Processes that share cores should measure at the same time. Takes under 0.1 s of CPU time.
+    count. Processes that share cores should measure at the same time. Takes about 0.1 s of CPU time per thread.
 
     Args:
         device: "cpu" or "cuda".
@@ -56,27 +58,26 @@ def vendor_peak(name: str) -> float | None:
 
 
 def _measured_peak(device: str, dtype: torch.dtype) -> float:
-    """Return the most FLOPs per second of square products, up to the smallest size that takes `MIN_SECONDS`."""
-    size, seconds, found = FIRST_SIZE, 0.0, 0.0
-    while seconds < MIN_SECONDS and size <= MAX_SIZE:
-        seconds = _product_seconds(size, device, dtype)
-        found = max(found, 2 * size**3 / seconds)
+    """Return the FLOPs per second of square products, of the smallest size that takes `MIN_SECONDS`."""
+    size = FIRST_SIZE
+    while (seconds := _series_seconds(size, 1, device, dtype)) < MIN_SECONDS and size < MAX_SIZE:
         size *= 2
+    number = math.ceil(SERIES_SECONDS / seconds)
+    best = min(_series_seconds(size, number, device, dtype) for _ in range(REPEATS))
     if device == "cuda":
         torch.cuda.empty_cache()  # the models need it
-    return found
+    return 2 * size**3 * number / best
 
 
-def _product_seconds(size: int, device: str, dtype: torch.dtype) -> float:
-    """Return the shortest time of a product of two matrices. The first one warms up."""
+def _series_seconds(size: int, number: int, device: str, dtype: torch.dtype) -> float:
+    """Return the time of so many products of two matrices, after one that warms up."""
     draw = torch.Generator(device).manual_seed(0)  # the process's random numbers stay what they are
     matrix = torch.rand(size, size, generator=draw, device=device).to(dtype)
-    out, taken = matrix @ matrix, []
-    for _ in range(REPEATS):
-        start = _clock(device)
+    out = matrix @ matrix
+    start = _clock(device)
+    for _ in range(number):
         torch.mm(matrix, matrix, out=out)
-        taken.append(_clock(device) - start)
-    return min(taken)
+    return _clock(device) - start
 
 
 def _clock(device: str) -> float:
