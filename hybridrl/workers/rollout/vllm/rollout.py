@@ -149,7 +149,7 @@ class VLLMRollout(VersionedRollout):
                 f"vllm rollout: the engine failed in an earlier call, start a new one: {self._failure}"
             ) from self._failure
         with preserve_process_state():
-            self.call_worker("start_batch", prompts, keys, sampling, stop_condition, num_done)
+            self.call_worker("open_batch", None, prompts, keys, sampling, stop_condition, num_done)
             try:
                 outputs = self._llm.generate(requests, params, use_tqdm=False)
             except Exception as error:

@@ -135,8 +135,7 @@ class RowSampler(LogitsProcessor):
     gives their number, so a request that was preempted and computed again draws the same tokens again.
     """
 
-    current_batch: ClassVar[SampledBatch | None] = None  # `generate` blocks, so there is at most one in a process
-    served_batches: ClassVar[dict[int, SampledBatch]] = {}  # batches of served requests, by number
+    batches: ClassVar[dict[int | None, SampledBatch]] = {}  # of served requests by number; None: of `generate`
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         # index in vLLM's batch -> number of our batch, row, tokens so far
@@ -153,7 +152,7 @@ class RowSampler(LogitsProcessor):
         for index in range(len(logits)):
             indices_of.setdefault(self._requests[index][0], []).append(index)
         for number, indices in indices_of.items():
-            batch = self.current_batch if number is None else self.served_batches.get(number)
+            batch = self.batches.get(number)
             if batch is None:  # a self-test of vLLM, or the request was aborted
                 continue
             rows = torch.tensor([self._requests[index][1] for index in indices], device=logits.device)
@@ -257,72 +256,26 @@ class RolloutExtension:
         """Release the host pages of the key-value cache and return the number of bytes released."""
         return release_pages(self.model_runner.kv_caches)
 
-    def start_batch(
-        self,
-        prompts: list[list[int]],
-        keys: torch.Tensor,
-        sampling: sampler.SamplingParams,
-        stop_condition: sampler.StopCondition,
-        num_done: int,
-    ) -> None:
-        """Sample the requests of the next `generate` call with these keys (S,) int64."""
-        if self._routes is not None:
-            self._routes.forget(None)
-        RowSampler.current_batch = self._make_batch(prompts, keys, sampling, stop_condition, num_done)
-
-    def finish_batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return what the `generate` call sampled, on CPU, and end its batch.
-
-        Returns:
-            tokens (S, R) int64 and log_probs (S, R) float32, undefined where nothing was generated; then the length
-            limit of every response (S,) int64 where stop strings may have ended it, else None.
-        """
-        batch, RowSampler.current_batch = RowSampler.current_batch, None
-        assert batch is not None, "`start_batch` comes first"
-        return batch.tokens.cpu(), batch.log_probs.cpu(), None if batch.history is None else batch.history.lengths.cpu()
-
     def open_batch(
         self,
-        number: int,
+        number: int | None,
         prompts: list[list[int]],
         keys: torch.Tensor,
         sampling: sampler.SamplingParams,
         stop_condition: sampler.StopCondition,
         num_done: int,
     ) -> None:
-        """Create a batch for served requests. `assign_slot` gives its rows to requests."""
-        RowSampler.served_batches[number] = self._make_batch(prompts, keys, sampling, stop_condition, num_done)
+        """Create a batch of sequences with these keys (S,) int64.
 
-    def assign_slot(self, number: int, row: int, key: torch.Tensor) -> None:
-        """Assign a row of the batch to a new request with this key (1,) int64."""
-        RowSampler.served_batches[number].keys[row] = key[0]
-        if self._routes is not None:
-            self._routes.forget(number, row)
-
-    def sampled_tokens(self, number: int, row: int, length: int) -> tuple[list[int], list[float]]:
-        """Return the first `length` tokens of a row and their log-probs.
-
-        Fewer if a stop string ended it.
+        Args:
+            number: Of a batch of served requests, to which `assign_slot` gives its rows. None: of the next `generate`.
         """
-        batch = RowSampler.served_batches[number]
-        limit = length if batch.history is None else min(length, int(batch.history.lengths[row]))
-        return batch.tokens[row, :limit].tolist(), batch.log_probs[row, :limit].tolist()
-
-    def close_batch(self, number: int) -> None:
-        del RowSampler.served_batches[number]
-
-    def _make_batch(
-        self,
-        prompts: list[list[int]],
-        keys: torch.Tensor,
-        sampling: sampler.SamplingParams,
-        stop_condition: sampler.StopCondition,
-        num_done: int,
-    ) -> SampledBatch:
+        if number is None and self._routes is not None:
+            self._routes.forget(None)
         config, shape, history = self.vllm_config.model_config.hf_config, (len(keys), sampling.max_new_tokens), None
         if sampler.needs_history(sampling, stop_condition):
             history = TokenHistory(prompts, sampling, stop_condition, num_done=num_done, device=self.device)
-        return SampledBatch(
+        RowSampler.batches[number] = SampledBatch(
             keys=keys.to(self.device),
             sampling=sampling,
             tokens=torch.zeros(shape, dtype=torch.int64, device=self.device),
@@ -331,3 +284,31 @@ class RolloutExtension:
             end_id=stop_condition.ids[0] if stop_condition.ids else 0,
             never=torch.tensor(engine.placeholder_ids(config), device=self.device) if reads_images(config) else None,
         )
+
+    def finish_batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return what the `generate` call sampled, on CPU, and end its batch.
+
+        Returns:
+            tokens (S, R) int64 and log_probs (S, R) float32, undefined where nothing was generated; then the length
+            limit of every response (S,) int64 where stop strings may have ended it, else None.
+        """
+        batch = RowSampler.batches.pop(None)
+        return batch.tokens.cpu(), batch.log_probs.cpu(), None if batch.history is None else batch.history.lengths.cpu()
+
+    def assign_slot(self, number: int, row: int, key: torch.Tensor) -> None:
+        """Assign a row of the batch to a new request with this key (1,) int64."""
+        RowSampler.batches[number].keys[row] = key[0]
+        if self._routes is not None:
+            self._routes.forget(number, row)
+
+    def sampled_tokens(self, number: int, row: int, length: int) -> tuple[list[int], list[float]]:
+        """Return the first `length` tokens of a row and their log-probs.
+
+        Fewer if a stop string ended it.
+        """
+        batch = RowSampler.batches[number]
+        limit = length if batch.history is None else min(length, int(batch.history.lengths[row]))
+        return batch.tokens[row, :limit].tolist(), batch.log_probs[row, :limit].tolist()
+
+    def close_batch(self, number: int) -> None:
+        del RowSampler.batches[number]
