@@ -15,6 +15,7 @@ from hybridrl.doctor.finding import Finding
 from hybridrl.doctor.network import examine_nccl, examine_network
 from hybridrl.rewards.sandbox.job import SandboxUnavailable
 from hybridrl.rewards.sandbox.local import LocalSandbox
+from hybridrl.single_controller.monitoring.capacity import MemoryProbe
 from hybridrl.system.machine import bfloat16_instructions
 
 GIB = 2**30
@@ -87,8 +88,7 @@ def _version(name: str) -> str | None:
 
 
 def _memory() -> Finding:
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (int(fields[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    free, total = (size / GIB for size in MemoryProbe().read())
     change = "end other programs, or take a larger machine" if free < MIN_MEMORY_GIB else ""
     return Finding("memory", f"{free:.1f} of {total:.1f} GiB are free", change)
 

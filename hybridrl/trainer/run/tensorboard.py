@@ -32,7 +32,8 @@ class TensorBoardTracker:
         self._records = import_module("tensorboard.summary.writer.record_writer").RecordWriter(self._file)
         first = run.start_step + 1 if run.start_step else 0  # hides what dead processes logged from this step on
         start = self._event.SessionLog(status=self._event.SessionLog.START)
-        settings = self._text("config", json.dumps(run.config, indent=2, default=str))
+        shown = f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```"
+        settings = import_module("torch.utils.tensorboard.summary").text("config", shown)
         for event in (
             {"file_version": FILE_VERSION},
             {"step": first, "session_log": start},
@@ -51,19 +52,6 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._file.close()
-
-    def _text(self, tag: str, content: str) -> Any:
-        """Return the summary of a text, as TensorBoard's plugin for texts reads it."""
-        tensors: Any = import_module("tensorboard.compat.proto.tensor_pb2")
-        shapes: Any = import_module("tensorboard.compat.proto.tensor_shape_pb2")
-        types: Any = import_module("tensorboard.compat.proto.types_pb2")
-        shape = shapes.TensorShapeProto(dim=[shapes.TensorShapeProto.Dim(size=1)])
-        text = f"```json\n{content}\n```".encode()
-        tensor = tensors.TensorProto(dtype=types.DT_STRING, string_val=[text], tensor_shape=shape)
-        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
-        value = self._summary.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
-        return self._summary.Summary(value=[value])
 
     def _write(self, **content: Any) -> None:
         self._records.write(self._event.Event(wall_time=time.time(), **content).SerializeToString())
