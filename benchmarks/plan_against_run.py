@@ -132,6 +132,9 @@ def main() -> int:
     if sys.argv[1:2] == ["--run"]:
         return run(sys.argv[3:], sys.argv[2])
     words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
     held, _ = measure(words, FREED_AT_ONCE)
     stages, left = measure(words, {})
     peaks: defaultdict[str, float] = defaultdict(float)

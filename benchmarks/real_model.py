@@ -2,21 +2,25 @@
 
     python benchmarks/real_model.py MODEL [--prompts 8] [--n 8] [--tokens 48] [--rounds 3] [--dtypes float32 bfloat16]
     python benchmarks/real_model.py MODEL --trl ENV      also whole steps of GRPO, ours and TRL's
+    python benchmarks/real_model.py MODEL --ways         also whole steps with `hf` and `vllm`, in process and on Ray
 
 MODEL is a Hugging Face directory, or a GGUF file. The contenders run in turn, each in a process of its own, on the same
 random prompts, and compute the same number of tokens:
 
     stage      ours                                        bare
     gen        the `hf` rollout                            transformers' generate
+    prefill    the `hf` rollout, a token of long prompts   transformers' generate
     update     the FSDP engine, shared prefixes            padded rows, whole logits, autocast, AdamW
     push       engine to rollout, both ends verified       a copy and one fingerprint
     snapshot   what Ray stores of the engine, and a copy   a copy
     step       a whole step, with `--trl`                  TRL's, in an environment that has it or gets it
 
-Seconds of the CPU hold on a busy machine, seconds of the wall say what a user waits on an idle one.
+Seconds of the CPU hold on a busy machine, seconds of the wall say what a user waits on an idle one. The last column is
+our model FLOPs per second of the wall, as a share of what this machine reaches in large products of the dtype.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -45,25 +49,28 @@ from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import EngineSetup, MicroBatching
 from hybridrl.workers.engine.fsdp.engine import FSDPEngine
 from hybridrl.workers.engine.snapshot import take_engine_state
+from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak
+from hybridrl.workers.engine.utilization.model_flops import FORWARD, UPDATE, ModelFlops
 from hybridrl.workers.process_setup import keep_freed_memory
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 from hybridrl.workers.rollout.sampling.sampler import row_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 
-STAGES = ("gen", "update", "push", "snapshot")
+STAGES = ("gen", "prefill", "update", "push", "snapshot")
 CONTENDERS = ("ours", "bare")
 PROMPT_TOKENS = 48
+LONG_PROMPT_TOKENS = 512
 PAD = 0
 QUESTION = "Tom has {} apples and buys {} more. How many apples has he now? Think in one short sentence, then answer."
 ADAM = {"lr": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.01}
 
 
-def make_prompts(model: str, num: int) -> torch.Tensor:
-    """Return random prompts (num, PROMPT_TOKENS) int64 of the model's vocabulary."""
+def make_prompts(model: str, num: int, tokens: int = PROMPT_TOKENS) -> torch.Tensor:
+    """Return random prompts (num, tokens) int64 of the model's vocabulary."""
     from transformers import AutoConfig
 
     size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
-    return torch.randint(1, size, (num, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    return torch.randint(1, size, (num, tokens), generator=torch.Generator().manual_seed(1))
 
 
 def make_rows(job: dict[str, Any], prompts: torch.Tensor) -> torch.Tensor:
@@ -75,8 +82,13 @@ def make_rows(job: dict[str, Any], prompts: torch.Tensor) -> torch.Tensor:
 
 
 def our_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Return stage -> its work. Those of which the FLOPs are known return them."""
+    from transformers import AutoConfig
+
     keep_freed_memory()
     prompts = make_prompts(job["model"], job["prompts"])
+    long_prompts = make_prompts(job["model"], job["prompts"], LONG_PROMPT_TOKENS)
+    flops = ModelFlops.of(AutoConfig.from_pretrained(job["model"]))
     rows = make_rows(job, prompts)
     mask = torch.ones_like(rows)
     batch = DataProto.from_dict(
@@ -100,21 +112,27 @@ def our_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     )
     engine.setup()
     config = RolloutConfig(dtype=job["dtype"])
-    rollout = make_rollout("hf", RolloutSetup(job["model"], config, (), PAD, PROMPT_TOKENS, job["tokens"]))
+    rollout = make_rollout("hf", RolloutSetup(job["model"], config, (), PAD, LONG_PROMPT_TOKENS, job["tokens"]))
     keys = sequence_keys(row_seeds(1, len(prompts)), job["n"])
 
     def loss(outputs: dict[str, torch.Tensor], _: DataProto) -> tuple[torch.Tensor, dict]:
         return -outputs["log_probs"].mean(), {}
 
-    def update() -> None:
+    def prefill() -> float | None:
+        rollout.generate_tokens(long_prompts.tolist(), keys[:: job["n"]], SamplingParams(1))
+        return flops and flops.of_rows(torch.full((len(long_prompts),), LONG_PROMPT_TOKENS), len(long_prompts), FORWARD)
+
+    def update() -> float | None:
         engine.forward_backward(batch, MicroBatching(max_tokens=16384), loss, outputs=("log_probs",))
         engine.optimizer_step()
+        return flops and flops.of_tokens(*engine.take_computed().values(), job["tokens"] * len(rows), UPDATE)
 
     def snapshot() -> list[Any]:
         return [array.copy() for array in take_engine_state(engine, is_copy=False)["tensors"]]
 
     return {
         "gen": lambda: rollout.generate_tokens(prompts.tolist(), keys, SamplingParams(job["tokens"], n=job["n"])),
+        "prefill": prefill,
         "update": update,
         "push": lambda: rollout.load_weights(1, engine.weights()),
         "snapshot": snapshot,
@@ -131,7 +149,12 @@ def bare_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     trained = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(trained.parameters(), fused=True, **ADAM)
     repeated = prompts.repeat_interleave(job["n"], dim=0)
-    length = {"max_new_tokens": job["tokens"], "min_new_tokens": job["tokens"]}
+    long_prompts = make_prompts(job["model"], job["prompts"], LONG_PROMPT_TOKENS)
+
+    @torch.inference_mode()
+    def generate(rows: torch.Tensor, tokens: int) -> None:
+        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        generator.generate(rows, attention_mask=torch.ones_like(rows), do_sample=True, pad_token_id=PAD, **length)
 
     def update() -> None:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -154,11 +177,8 @@ def bare_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         return [tensor.detach().clone() for tensor in (*trained.parameters(), *trained.buffers(), *moments)]
 
     return {
-        "gen": torch.inference_mode()(
-            lambda: generator.generate(
-                repeated, attention_mask=torch.ones_like(repeated), do_sample=True, pad_token_id=PAD, **length
-            )
-        ),
+        "gen": lambda: generate(repeated, job["tokens"]),
+        "prefill": lambda: generate(long_prompts, 1),
         "update": update,
         "push": push,
         "snapshot": snapshot,
@@ -166,19 +186,27 @@ def bare_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def run_contender(who: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the median seconds of each stage, of the CPU and of the wall, and the process's peak memory in GB."""
+    """Return the median seconds of each stage, of the CPU and of the wall, and the process's peak memory in GB.
+
+    Of ours, also "share": stage -> FLOPs per second as a share of what this machine reaches in large products.
+    """
     torch.set_num_threads(job["threads"])
     stages = {"ours": our_stages, "bare": bare_stages}[who](job)
     clocks: dict[str, Any] = {stage: [] for stage in STAGES}
+    flops: dict[str, float] = {}
     for _ in range(job["rounds"] + 1):  # the first round allocates
         for stage in STAGES:
             start = time.process_time(), time.perf_counter()
-            stages[stage]()
+            result = stages[stage]()
             clocks[stage].append((time.process_time() - start[0], time.perf_counter() - start[1]))
+            if who == "ours" and isinstance(result, float):
+                flops[stage] = result
     medians = {
         stage: [statistics.median(column) for column in zip(*found[1:], strict=True)] for stage, found in clocks.items()
     }
-    return {**medians, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+    peak = matmul_peak("cpu", getattr(torch, job["dtype"]))
+    share = {stage: done / (medians[stage][1] * peak) for stage, done in flops.items()}
+    return {**medians, "share": share, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
 
 
 def measure(who: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +226,9 @@ def compare(job: dict[str, Any]) -> None:
     for stage in STAGES:
         (cpu, wall), (bare_cpu, bare_wall) = (found[who][stage] for who in CONTENDERS)
         ratios = f"{cpu / bare_cpu:6.2f} {wall:8.3f} {bare_wall:8.3f} {wall / bare_wall:6.2f}"
-        print(f"{head} {stage:>9} {cpu:8.3f} {bare_cpu:8.3f} {ratios}", flush=True)
+        share = found["ours"]["share"].get(stage)
+        of_peak = "" if share is None else f"{share:8.0%}"
+        print(f"{head} {stage:>9} {cpu:8.3f} {bare_cpu:8.3f} {ratios} {of_peak}".rstrip(), flush=True)
     peaks = [found[who]["peak"] for who in CONTENDERS]
     print(f"{head} {'peak GB':>9} {peaks[0]:8.2f} {peaks[1]:8.2f} {peaks[0] / peaks[1]:6.2f}", flush=True)
 
@@ -218,27 +248,34 @@ def write_questions(path: Path, num: int) -> Path:
     return path
 
 
+def step_settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the settings of whole steps, and write their prompts."""
+    steps = job["rounds"] + SKIPPED_STEPS
+    return {
+        **{name: job[name] for name in ("model", "prompts", "n", "dtype", "threads")},
+        "data": str(write_questions(folder / "prompts.parquet", job["prompts"] * steps)),
+        "prompt_tokens": 2 * PROMPT_TOKENS,
+        "response_tokens": job["tokens"],
+        "steps": steps,
+        "seed": 1,
+        "lr": ADAM["lr"],
+        "trl_micro_batch": job["prompts"] * job["n"],
+    }
+
+
+def median_step(python: Path, who: str, settings: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Return the medians of CPU seconds, wall seconds and tokens over the measured steps."""
+    steps = run_steps(python, who, settings, folder)[SKIPPED_STEPS:]
+    return {name: statistics.median(step[name] for step in steps) for name in ("cpu_s", "wall_s", "tokens")}
+
+
 def compare_steps(job: dict[str, Any], env: Path) -> None:
     """Print a row for whole steps of GRPO, ours and TRL's, and the tokens that they generated."""
-    found: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        steps = job["rounds"] + SKIPPED_STEPS
-        settings = {
-            **{name: job[name] for name in ("model", "prompts", "n", "dtype", "threads")},
-            "data": str(write_questions(Path(folder) / "prompts.parquet", job["prompts"] * steps)),
-            "prompt_tokens": 2 * PROMPT_TOKENS,
-            "response_tokens": job["tokens"],
-            "steps": steps,
-            "seed": 1,
-            "lr": ADAM["lr"],
-            "trl_micro_batch": job["prompts"] * job["n"],
-        }
-        for who, python in (("shared", Path(sys.executable)), ("trl", trl_python(env))):
-            found[who] = run_steps(python, who, settings, Path(folder))[SKIPPED_STEPS:]
-    ours, theirs = (
-        {name: statistics.median(step[name] for step in steps) for name in ("cpu_s", "wall_s", "tokens")}
-        for steps in found.values()
-    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = step_settings(job, folder)
+        ours = median_step(Path(sys.executable), "shared", settings, folder)
+        theirs = median_step(trl_python(env), "trl", settings, folder)
     print(
         f"{job['dtype']:>9} {job['threads']:7d} {'step, TRL':>9} {ours['cpu_s']:8.3f} {theirs['cpu_s']:8.3f} "
         f"{ours['cpu_s'] / theirs['cpu_s']:6.2f} {ours['wall_s']:8.3f} {theirs['wall_s']:8.3f} "
@@ -246,6 +283,16 @@ def compare_steps(job: dict[str, Any], env: Path) -> None:
         f"load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
+
+
+def compare_ways(job: dict[str, Any]) -> None:
+    """Print a row for whole steps with each rollout and backend."""
+    for rollout, backend in itertools.product(("hf", "vllm"), ("local", "ray")):
+        with tempfile.TemporaryDirectory() as name:
+            settings = step_settings(job, Path(name)) | {"rollout": rollout, "backend": backend}
+            step = median_step(Path(sys.executable), "shared", settings, Path(name))
+        what = f"step, {rollout}, {backend}"
+        print(f"{job['dtype']:>9} {job['threads']:7d} {what:>18} {step['wall_s']:8.3f} s, {step['tokens']:.0f} tokens")
 
 
 def main() -> None:
@@ -258,6 +305,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--trl", type=Path, metavar="ENV", help="virtual environment of TRL; made if it is missing")
+    parser.add_argument("--ways", action="store_true", help="steps with each rollout and backend")
     parser.add_argument("--only-steps", action="store_true", help="no stages")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
@@ -267,7 +315,8 @@ def main() -> None:
         return
     sizes = {name: getattr(arguments, name) for name in ("model", "prompts", "n", "tokens", "rounds")}
     print(f"{sizes['prompts']} prompts x {sizes['n']} samples x {sizes['tokens']} tokens; medians of {sizes['rounds']}")
-    print(f"{'dtype':>9} {'threads':>7} {'stage':>9} {'CPU s':>8} {'bare':>8} ratio  {'wall s':>8} {'bare':>8} ratio")
+    clock = f"{'bare':>8} ratio"
+    print(f"{'dtype':>9} {'threads':>7} {'stage':>9} {'CPU s':>8} {clock}  {'wall s':>8} {clock}  of peak")
     for dtype in arguments.dtypes:
         for threads in arguments.threads:
             job = {**sizes, "dtype": dtype, "threads": threads}
@@ -275,6 +324,8 @@ def main() -> None:
                 compare(job)
             if arguments.trl is not None:
                 compare_steps(job, arguments.trl)
+            if arguments.ways:
+                compare_ways(job)
 
 
 if __name__ == "__main__":

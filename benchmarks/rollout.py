@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl.config import model_folder
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
@@ -37,6 +38,7 @@ from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
 ENGINES = ("hf", "vllm", "plain vllm")
 SAMPLES = 8
 PROMPT_WIDTH = 30
+KV_CACHE_MB = 512
 ENDING_SHARE = 0.05
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -46,7 +48,9 @@ Generate = Callable[[DataProto, list[int]], int]  # prompts, stop ids -> number 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", help="directory of a causal LM; default: one of the quick start's size, made on the spot"
+        "--model",
+        type=lambda path: model_folder(path, key="--model"),
+        help="directory of a causal LM, or a GGUF file; default: one of the quick start's size, made on the spot",
     )
     parser.add_argument(
         "--sequences", type=int, nargs="+", default=[64, 256], help=f"sequences per call, {SAMPLES} of each prompt"
@@ -55,8 +59,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="default: float32, on a GPU bfloat16")
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    return options
 
 
 def save_quick_start_size(path: str) -> str:
@@ -89,7 +96,7 @@ def prompts_of(num_rows: int, vocab_size: int) -> DataProto:
 
 
 def start_ours(options: argparse.Namespace, stop_ids: list[int]) -> Generate:
-    config = RolloutConfig(max_num_seqs=max(options.sequences))
+    config = RolloutConfig(max_num_seqs=max(options.sequences), dtype=options.dtype, kv_cache_memory_mb=KV_CACHE_MB)
     rollout = make_rollout(
         options.engine,
         RolloutSetup(options.model, config, tuple(stop_ids), 0, PROMPT_WIDTH, options.response, device=options.device),
@@ -106,12 +113,12 @@ def start_plain_vllm(options: argparse.Namespace) -> Generate:
     import vllm
 
     memory: dict[str, Any] = (
-        {"kv_cache_memory_bytes": 128 << 20} if options.device == "cpu" else {"gpu_memory_utilization": 0.5}
+        {"kv_cache_memory_bytes": KV_CACHE_MB << 20} if options.device == "cpu" else {"gpu_memory_utilization": 0.5}
     )
     engine = vllm.LLM(
         model=options.model,
         skip_tokenizer_init=True,
-        dtype="float32" if options.device == "cpu" else "bfloat16",
+        dtype=options.dtype,
         enforce_eager=True,
         max_model_len=PROMPT_WIDTH + options.response,
         max_num_seqs=max(options.sequences),
@@ -175,7 +182,7 @@ class Contender:
     def __init__(self, engine: str, options: argparse.Namespace):
         command = [sys.executable, __file__, "--engine", engine, "--model", options.model]
         command += ["--sequences", *map(str, options.sequences)]
-        for name in ("response", "threads", "device"):
+        for name in ("response", "threads", "device", "dtype"):
             command += [f"--{name}", str(getattr(options, name))]
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
         if "plain" in engine and options.device == "cpu":
