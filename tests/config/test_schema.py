@@ -65,7 +65,7 @@ mappings = st.dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(path=texts, files=st.lists(texts), coefficient=numbers, lr=st.floats(1e-12, 1e3), free=mappings)
 def test_a_saved_yaml_loads_back_to_an_equal_config(tmp_path_factory, path, files, coefficient, lr, free):
     config = from_dict(

@@ -47,7 +47,7 @@ from tests.support.data_plane.sample_batches import round_trip, two_readers
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SETTINGS = settings(
-    max_examples=1500 if THOROUGH else 40,
+    max_examples=1500 if THOROUGH else 25,
     stateful_step_count=12,
     derandomize=not THOROUGH,
     deadline=None,
@@ -415,5 +415,5 @@ def _rule_of(operation: Callable) -> Callable:
 for _operation in OPERATIONS.values():
     setattr(Batch, _operation.__name__, _rule_of(_operation))
 
-Batch.TestCase.settings = settings(SETTINGS, max_examples=6000 if THOROUGH else 120)
+Batch.TestCase.settings = settings(SETTINGS, max_examples=6000 if THOROUGH else 60)
 TestAnyChainOfOperations = Batch.TestCase

@@ -1,8 +1,6 @@
 """Padding, folding, uneven chunks with auto padding, and gathering with two real processes and gloo."""
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from hybridrl.protocol import (
 )
 from tests.support.data_plane.gathering_rank import NUM_ROWS, as_lists, rows_of, share
 from tests.support.data_plane.sample_batches import labels, obs, three_rows
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -67,15 +66,7 @@ def test_auto_padding_lets_chunk_make_full_pieces_first(monkeypatch):
 def found(tmp_path_factory) -> list[dict]:
     """The batch of each rank after each case."""
     folder = tmp_path_factory.mktemp("gathering")
-    command = [sys.executable, "-m", "tests.support.data_plane.gathering_rank"]
-    ranks = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=100)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks("tests.support.data_plane.gathering_rank", 2, folder, log=folder / "log", timeout_s=100)
     return [pickle.loads((folder / f"rank_{rank}").read_bytes()) for rank in (0, 1)]
 
 

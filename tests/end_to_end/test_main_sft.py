@@ -88,6 +88,7 @@ def test_the_sft_split_of_hh_rlhf_can_be_trained_on(tmp_path, tiny_qwen2):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_two_ranks_with_packing_take_the_same_steps_as_one_without(tmp_path, tiny_qwen2, ray_cluster):
     run(tmp_path / "one", tiny_qwen2, trainer__total_training_steps=3)
     run(

@@ -75,6 +75,7 @@ def test_stages_on_separate_pools_overlap_and_the_run_is_the_same(tmp_path, tiny
     assert largest_difference(*policies) == 0
 
 
+@pytest.mark.slow
 def test_roles_on_one_device_take_turns(tmp_path, tiny_qwen2, ray_cluster):
     pools = {"all": [Role.ActorRollout, Role.RefPolicy, Role.Critic]}
     pairs = overlapping_stages(train_on(pools, tmp_path / "run", tiny_qwen2))

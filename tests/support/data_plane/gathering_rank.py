@@ -2,7 +2,7 @@
 
 Not a test file.
 
-    python -m tests.support.data_plane.gathering_rank RANK FOLDER
+    python -m tests.support.data_plane.gathering_rank RANK NUM_RANKS FOLDER
 
 The ranks write to FOLDER a file store, and `rank_0` and `rank_1`: {case: (columns as lists, dtypes, meta_info) or the
 error's message}.
@@ -111,4 +111,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[3]))

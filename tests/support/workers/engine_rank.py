@@ -1,6 +1,6 @@
 """One rank of the engine tests on two processes: compute every case and write the results. Not a test file.
 
-    python -m tests.support.workers.engine_rank RANK FOLDER
+    python -m tests.support.workers.engine_rank RANK NUM_RANKS FOLDER
 
 FOLDER contains the models and a checkpoint of one rank (`one_rank`). The ranks add a file store, `rank_0.pt`,
 `rank_1.pt` and a checkpoint of two ranks (`two_ranks`).
@@ -159,4 +159,4 @@ def refusal(act) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[3]))

@@ -3,8 +3,6 @@
 Not a test file.
 """
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +17,6 @@ from hybridrl.workers.engine.base import LossFn, MicroBatching
 from hybridrl.workers.losses import GlobalCounts, actor_loss
 from tests.support.workers.engine_cases import VOCAB, save_tiny_qwen2
 
-ROOT = Path(__file__).parents[3]
 NEEDS_MEGATRON = pytest.mark.skipif(
     find_spec("megatron") is None, reason="megatron-core is not installed: pip install -e '.[megatron]'"
 )
@@ -151,28 +148,6 @@ def save_two_groups(model: Path, path: Path) -> Path:
         AutoModelForCausalLM.from_config(config).save_pretrained(path)
     AutoTokenizer.from_pretrained(model).save_pretrained(path)
     return path
-
-
-def run_ranks(module: str, num_ranks: int, *words: object, log: Path, timeout_s: float) -> None:
-    """Run `python -m module RANK NUM_RANKS words...` once per rank.
-
-    Raises AssertionError with the processes' output if one fails.
-    """
-    command = [sys.executable, "-W", "ignore", "-m", module]
-    with open(log, "w+") as file:
-        running = [
-            subprocess.Popen(
-                [*command, str(rank), str(num_ranks), *map(str, words)], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
-            )
-            for rank in range(num_ranks)
-        ]
-        try:
-            for process in running:
-                process.wait(timeout=timeout_s)
-        finally:
-            for process in running:
-                process.kill()
-    assert [process.returncode for process in running] == [0] * num_ranks, log.read_text()[-4000:]
 
 
 def value_loss(outputs, rows):

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from hybridrl.protocol import DataProto
+from tests.support.ranks import run_ranks
 from tests.support.workers.engine_cases import (
     OPTIM,
     UNDETERMINED,
@@ -33,7 +34,6 @@ from tests.support.workers.megatron_models import (
     STEPS,
     all_tokens_as_response,
     ppo_losses,
-    run_ranks,
     save_models,
 )
 

@@ -8,6 +8,7 @@ from hybridrl.algos.partition.row_images import IMAGE_INPUTS, prefix_rows
 from hybridrl.errors import DataError
 from hybridrl.workers.engine.base import MicroBatching
 from hybridrl.workers.engine.image_model import image_positions, pixels_of, vision_tower
+from tests.support.ranks import run_ranks
 from tests.support.workers.engine_cases import WHOLE, gradients, make_engine, policy_loss, train, whole_weights
 from tests.support.workers.image_cases import (
     FAMILIES,
@@ -18,7 +19,6 @@ from tests.support.workers.image_cases import (
     tower_runs,
 )
 from tests.support.workers.image_rank import CASES, NUM_TOKENS, POLICY
-from tests.support.workers.megatron_models import run_ranks
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LAYOUTS = {"padded": {}, "packed": {"packed": True}, "tree": {"share_prefixes": True}}

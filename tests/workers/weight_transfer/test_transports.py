@@ -1,6 +1,5 @@
 """Every weight transport with real processes on both sides: weights arrive as sent, and no process waits forever."""
 
-import multiprocessing
 import socket
 import time
 from datetime import timedelta
@@ -19,9 +18,9 @@ from hybridrl.workers.weight_transfer.channel import PeerLocation
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 from hybridrl.workers.weight_transfer.shared_memory import slot_class
 from hybridrl.workers.weight_transfer.streaming import own_location
+from tests.support.ranks import FORKS
 
 HOST = "127.0.0.1"
-SPAWN = multiprocessing.get_context("spawn")
 STREAMING, STORED = ("shared_memory", "broadcast"), ("object_store", "disk")
 RECEIVERS = 2
 
@@ -65,9 +64,9 @@ def receive_all(address, rank: int, versions: list[int], answers) -> None:
         answers.put((rank, None, f"{type(error).__name__}: {error}"))
 
 
-def start(sender, versions: list[int], *, ranks=range(RECEIVERS), where=SPAWN.Process):
+def start(sender, versions: list[int], *, ranks=range(RECEIVERS), where=FORKS.Process):
     """Start receivers in processes of their own, or (Thread) in this one, which starts faster but cannot be killed."""
-    answers = SPAWN.Queue()
+    answers = FORKS.Queue()
     receivers = [where(target=receive_all, args=(sender.address, r, versions, answers), daemon=True) for r in ranks]
     for receiver in receivers:
         receiver.start()
@@ -143,8 +142,8 @@ def test_a_cancelled_push_ends_the_senders_wait_and_the_other_receivers_get_the_
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_sender_that_dies_raises_an_error_in_the_receivers(name):
-    parent, child = SPAWN.Pipe()
-    sender = SPAWN.Process(target=dying_sender, args=(name, child), daemon=True)
+    parent, child = FORKS.Pipe()
+    sender = FORKS.Process(target=dying_sender, args=(name, child), daemon=True)
     sender.start()
     address = parent.recv()
     receivers = Receivers(rank=0, device="cpu", timeout_s=10)

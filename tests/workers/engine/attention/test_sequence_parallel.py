@@ -3,7 +3,6 @@
 With `-m slow` four, too; all by gloo.
 """
 
-import multiprocessing
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.attention.sequence_parallel import part_of_layout
 from hybridrl.workers.engine.batching.layout import SequencePart, make_layout, token_grid
+from tests.support.ranks import fork_ranks
 from tests.support.workers.engine_cases import (
     AVX512,
     VOCAB,
@@ -50,23 +50,13 @@ def by_world(names: list[str]) -> list:
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> Callable[[int], list[dict]]:
-    """Returns the results of each of so many ranks. One process imports the libraries and is forked."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.models.qwen2", "tests.support.workers.sequence_parallel_cases"])
+    """Returns the results of each of so many ranks."""
 
     @cache
     def of(world: int) -> list[dict]:
         if world == 4:
             of(2)  # whose checkpoint they load
-        running = [context.Process(target=rank, args=(number, world, str(folder))) for number in range(world)]
-        for process in running:
-            process.start()
-        for process in running:
-            process.join(RUN_S)
-        codes = [process.exitcode for process in running]
-        for process in running:
-            process.kill()
-        assert codes == [0] * world
+        assert fork_ranks(rank, world, world, str(folder), timeout_s=RUN_S) == [0] * world
         return [torch.load(folder / f"{world}_{number}.pt", weights_only=False) for number in range(world)]
 
     return of

@@ -4,8 +4,6 @@ The processes are started once for all tests.
 """
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.workers.engine.base import MicroBatching
+from tests.support.ranks import run_ranks
 from tests.support.workers.engine_cases import (
     WHOLE,
     assert_same_weights,
@@ -67,21 +66,7 @@ def save_damaged(path: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(folder) -> list[dict]:
     """The results that each rank wrote."""
-    command = [sys.executable, "-m", "tests.support.workers.engine_rank"]
-    logs = [open(folder / f"rank_{rank}.log", "w+") for rank in (0, 1)]  # noqa: SIM115 - closed below
-    running = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for process in running:
-            process.wait(timeout=START_AND_RUN_S)
-    finally:
-        for process, log in zip(running, logs, strict=True):
-            process.kill()
-            log.close()
-    output = "\n".join((folder / f"rank_{rank}.log").read_text()[-3000:] for rank in (0, 1))
-    assert [process.returncode for process in running] == [0, 0], output
+    run_ranks("tests.support.workers.engine_rank", 2, folder, log=folder / "ranks.log", timeout_s=START_AND_RUN_S)
     return [torch.load(folder / f"rank_{rank}.pt") for rank in (0, 1)]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.ranks import run_ranks
 from tests.support.workers.megatron_lora_cases import (
     LAYOUTS,
     MOVED,
@@ -16,7 +17,7 @@ from tests.support.workers.megatron_lora_cases import (
     assert_adapters_equal,
     write_trained_adapter,
 )
-from tests.support.workers.megatron_models import NEEDS_MEGATRON, run_ranks, save_models
+from tests.support.workers.megatron_models import NEEDS_MEGATRON, save_models
 
 LIMIT_S = 900
 

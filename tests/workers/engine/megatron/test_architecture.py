@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.ranks import run_ranks
 from tests.support.workers.engine_cases import VOCAB, make_batch, save_scorer, save_tiny_qwen2
 from tests.support.workers.engine_cases import make_engine as make_fsdp
 from tests.support.workers.megatron_lora_cases import adapters_by_fsdp, assert_adapters_equal, write_trained_adapter
-from tests.support.workers.megatron_models import MICRO, MOVES, NEEDS_MEGATRON, run_ranks, save_models, value_loss
+from tests.support.workers.megatron_models import MICRO, MOVES, NEEDS_MEGATRON, save_models, value_loss
 from tests.support.workers.megatron_parity import difference, hf_reference
 from tests.support.workers.preference_cases import LOSSES, REWARD, learn
 

@@ -8,10 +8,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from hybridrl.algos.token_stats import VocabularyShard, token_stats, token_stats_of_states
 from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
+from tests.support.ranks import fork_ranks
 
 VOCABULARY, TEMPERATURE = 10, 0.7  # padded to 12 columns, 6 on each process
 
@@ -66,7 +66,7 @@ def peer(rank: int, folder: str) -> None:
 @pytest.mark.timeout(300)
 def test_two_processes_compute_what_one_does(tmp_path):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(peer, args=(str(tmp_path),), nprocs=2)
+    assert fork_ranks(peer, 2, str(tmp_path), timeout_s=120) == [0, 0]
     logits_NV, labels_N = inputs()
     logits_NV = logits_NV[:, :VOCABULARY].clone().requires_grad_()
     whole = token_stats(logits_NV, labels_N, temperature=TEMPERATURE, with_entropy=True, with_sum_pi_squared=True)

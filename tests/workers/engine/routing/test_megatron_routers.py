@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.ranks import run_ranks
 from tests.support.workers.engine_cases import gradients, make_engine
-from tests.support.workers.megatron_models import run_ranks
 from tests.support.workers.router_replay_rank import LAYERS, MICRO, all_rows, loss_of
 from tests.support.workers.routing_cases import save_mixture
 
