@@ -30,6 +30,8 @@ GIB = 2**30
 USABLE = 0.92  # of a device; the rest is for its libraries, communication and fragments
 MIN_SPEED_UP = 1.2  # of bfloat16, to be worth its rounding
 BFLOAT16 = {f"{ACTOR}.fsdp_config.dtype": "bfloat16", "actor_rollout_ref.rollout.dtype": "bfloat16"}
+CPU_EFFICIENCY = {"train_efficiency": 0.6, "decode_efficiency": 0.4}  # seen with SmolLM2-135M, docs/figures.md
+CPU_PUSH = 0.6e9  # bytes per second: both ends hash the weights on one core
 CLUSTER_OVERHEADS = ("update_overhead_s", "call_overhead_s", "push_overhead_s")  # of a job on several GPUs
 IMAGE_SIDES = (224, 448, 896, 1792)  # pixels
 PARTS = tuple(field.name for field in fields(MemoryParts))
@@ -121,7 +123,7 @@ class PlannedDevice:
         if self.known is not None or not self.is_here:
             return self.known
         speed, bandwidth = product_speed(self.device, training_dtype(config, self.device)), copy_bandwidth(self.device)
-        return Device(speed, bandwidth, link=bandwidth)
+        return Device(speed, bandwidth, link=bandwidth if self.device == "cuda" else CPU_PUSH)
 
 
 def training_dtype(config: PPOConfig, device: str) -> str:
@@ -177,13 +179,15 @@ def planned_seconds(config: PPOConfig, device: Device, *, tokens: int) -> dict[s
     policy, shape = config.actor_rollout_ref, shape_reader(config)(str(config.actor_rollout_ref.model.path))
     value_bytes = 4 if training_dtype(config, "cuda" if device in DEVICES.values() else "cpu") == "float32" else 2
     model = Model(shape.params, shape.layers, shape.hidden, shape.kv_width, value_bytes)
-    overheads: dict[str, Any] = {} if device in DEVICES.values() else dict.fromkeys(CLUSTER_OVERHEADS, 0.0)
+    own: dict[str, Any] = {} if device in DEVICES.values() else dict.fromkeys(CLUSTER_OVERHEADS, 0.0) | CPU_EFFICIENCY
     costs = Costs(
         device,
         model,
         max_num_seqs=policy.rollout.max_num_seqs,
         prompt_tokens=config.data.max_prompt_length,
-        **overheads,
+        samples=policy.rollout.n,
+        shared_rows=policy.rollout.n if policy.actor.use_prefix_grouper else 1,
+        **own,
     )
     return stage_seconds(config, costs, tokens=tokens, stages=_model_stages(config))
 

@@ -81,6 +81,8 @@ class Costs:
         push_overhead_s: Of every push of weights, besides the bytes.
         max_num_seqs: Sequences that one replica decodes at once.
         prompt_tokens: Of every prompt.
+        samples: Of every prompt; generation computes it once for all of them.
+        shared_rows: Rows of one prompt for which a training or scoring pass computes it once.
         train_ranks: Devices that share the sequences of one data-parallel rank.
         decode_table: Measured seconds of a decoding step by number of sequences, ascending, instead of the roofline.
     """
@@ -95,6 +97,8 @@ class Costs:
     push_overhead_s: float = 0.5
     max_num_seqs: int = 256
     prompt_tokens: int = 200
+    samples: int = 1
+    shared_rows: int = 1
     train_ranks: int = 1
     decode_table: tuple[tuple[float, float], ...] = ()
 
@@ -118,7 +122,7 @@ class Costs:
         """
         waiting = list(reversed(lengths))
         context = self.prompt_tokens + done
-        seconds = self._forward_s(len(waiting) * context) / devices
+        seconds = self._forward_s(len(waiting) * (self.prompt_tokens / self.samples + done)) / devices
         open_rows: list[tuple[int, int]] = []  # number of the last and of the first decoding step
         step, open_tokens = 0, 0.0
         while waiting or open_rows:
@@ -148,7 +152,7 @@ class Costs:
         return 3 * self._pass_s(lengths) / self.train_ranks
 
     def _pass_s(self, lengths: np.ndarray) -> float:
-        tokens: Any = lengths.astype(np.float64) + self.prompt_tokens
+        tokens: Any = lengths.astype(np.float64) + self.prompt_tokens / self.shared_rows
         flops = 2 * self.model.params * tokens + self.model.attention_flops(tokens / 2) * tokens
         return float(flops.sum()) / (self.device.peak_flops * self.train_efficiency)
 

@@ -2,6 +2,7 @@ import json
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hybridrl import cli, main_ppo
@@ -9,6 +10,7 @@ from hybridrl.cli.plan import faster_dtype
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import compose_settings
 from hybridrl.planning import Devices, candidates, plan_processes, with_settings
+from hybridrl.planning.costs import Costs, Device, Model
 from hybridrl.planning.machine import this_machine
 from hybridrl.testing.engine_reference import save_tiny_qwen2
 from hybridrl.workers.engine.model_shape import ModelShape
@@ -293,3 +295,15 @@ def test_on_a_cpu_the_program_itself_has_its_place_in_the_budget():
     config = with_settings(config, {"actor_rollout_ref.actor.ppo_mini_batch_size": 8, "trainer.device": "cpu"})
     found = next(candidates(config, cpu))
     assert found.problem == "" and found.peak.program == 2**29
+
+
+def test_a_prompt_of_several_rows_is_computed_once_where_they_share_it():
+    model = Model(params=1e6, layers=1, hidden=1, kv_width=1)
+    apart, shared = (
+        Costs(Device(1e12, 1e30), model, prompt_tokens=100, samples=n, shared_rows=n, step_overhead_s=0) for n in (1, 4)
+    )
+    assert apart.score_s(np.zeros(8)) == pytest.approx(4 * shared.score_s(np.zeros(8)), rel=0.01)
+    prefill = 8 * 100 * 2e6 / (1e12 * apart.train_efficiency)
+    assert apart.generate_s([0] * 8) == pytest.approx(prefill)
+    assert shared.generate_s([0] * 8) == pytest.approx(prefill / 4)
+    assert shared.generate_s([0] * 8, done=10) == pytest.approx(prefill / 4 + prefill / 10)
