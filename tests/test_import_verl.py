@@ -293,6 +293,12 @@ def test_a_script_without_a_command_of_verl_is_refused(tmp_path):
         verl_commands([str(script)], {})
 
 
+def test_a_command_line_in_one_word_is_divided_and_refused_without_the_end_of_a_quote():
+    assert verl_commands(["python3 -m verl.trainer.main_ppo a='x y' b=2"], {}).commands == [["a=x y", "b=2"]]
+    with pytest.raises(ConfigError, match="is no command line .*No closing quotation"):
+        verl_commands(["verl.trainer.main_ppo a='x"], {})
+
+
 HOSTILE = ["{mark}", "\n{mark}\n", "\r{mark}\n", "'\n{mark}\n'", "\x0b\n{mark}", "\u2028{mark}", "\\\n{mark}\n#"]
 PLACES = [
     "verl.trainer.main_ppo trainer.n_gpus_per_node=1 trainer.project_name='{text}'",

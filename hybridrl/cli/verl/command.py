@@ -74,7 +74,10 @@ def verl_commands(given: Sequence[str], environment: Mapping[str, str]) -> Scrip
             raise ConfigError(f"{given[0]}: is not text in UTF-8 ({error.reason})") from None
         commands, problems = run_script(text, environment, path=given[0], arguments=list(given[1:]))
     elif len(given) == 1:
-        commands = [shlex.split(given[0])]
+        try:
+            commands = [shlex.split(given[0])]
+        except ValueError as error:
+            raise ConfigError(f"{given[0]!r}: is no command line ({error})") from None
     found = [arguments for command in commands if (arguments := _arguments_of_program(command)) is not None]
     if not found:
         raise ConfigError(
