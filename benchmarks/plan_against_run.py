@@ -135,6 +135,7 @@ def main() -> int:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)
         return 0
+    planned(words, 1)  # measures the speeds of this machine while it is idle
     held, _ = measure(words, FREED_AT_ONCE)
     stages, left = measure(words, {})
     peaks: defaultdict[str, float] = defaultdict(float)
