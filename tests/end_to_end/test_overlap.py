@@ -66,7 +66,7 @@ def test_stages_on_separate_pools_overlap_and_the_run_is_the_same(tmp_path, tiny
         {"update_critic", "update_actor"}
     ) in pairs
     assert overlapping_stages(apart) == set()
-    timed = ("perf/", "timing", "reward/time_s")
+    timed = ("perf/", "timing", "reward/time_s", "parity/time_s")
     numbers = [
         [{k: v for k, v in row.items() if not k.startswith(timed)} for row in metrics(run)] for run in (together, apart)
     ]
