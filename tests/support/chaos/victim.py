@@ -153,7 +153,8 @@ def cut_connections() -> None:
     num_cut = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
-            if end.family == socket.AF_INET and end.type == socket.SOCK_STREAM:
+            listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # without it, gloo ends the process
+            if end.family == socket.AF_INET and end.type == socket.SOCK_STREAM and not listens:
                 end.shutdown(socket.SHUT_RDWR)  # an error for a socket that is not connected
                 num_cut += 1
     assert num_cut, "this process has no connection of a collective group"
