@@ -117,11 +117,11 @@ def planned(words: list[str], tokens: int) -> tuple[dict[str, float], dict[str, 
     assert config is not None, "--cfg is no setting"
     config = replace(config, trainer=replace(config.trainer, backend="local"))
     [process] = plan_processes(config, read_shape=read_shape, device=here.device, memory=here.memory)
-    costs = PlannedDevice(str(here), here.device, here.memory, is_here=True).costs(config)
-    assert costs is not None, "the speeds of this machine can be measured"
+    seconds = planned_seconds(config, PlannedDevice(str(here), here.device, here.memory, is_here=True), tokens=tokens)
+    assert seconds is not None, "the speeds of this machine can be measured"
     print(here)
     moments = {moment.name: moment.total for moment in process.moments()}
-    return moments, planned_seconds(config, costs, tokens=tokens)
+    return moments, seconds
 
 
 def row(name: str, plan: float, found: float, digits: int = 2) -> None:

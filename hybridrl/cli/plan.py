@@ -30,7 +30,7 @@ GIB = 2**30
 USABLE = 0.92  # of a device; the rest is for its libraries, communication and fragments
 MIN_SPEED_UP = 1.2  # of bfloat16, to be worth its rounding
 BFLOAT16 = {f"{ACTOR}.fsdp_config.dtype": "bfloat16", "actor_rollout_ref.rollout.dtype": "bfloat16"}
-CPU_EFFICIENCY = {"train_efficiency": 0.6, "decode_efficiency": 0.4}  # seen with SmolLM2-135M, docs/figures.md
+CPU_EFFICIENCY = {"train_efficiency": 0.6, "decode_efficiency": 0.4}  # SmolLM2-135M: benchmarks/plan_against_run.py
 CPU_PUSH = 0.6e9  # bytes per second: both ends hash the weights on one core
 CLUSTER_OVERHEADS = ("update_overhead_s", "call_overhead_s", "push_overhead_s")  # of a job on several GPUs
 IMAGE_SIDES = (224, 448, 896, 1792)  # pixels
@@ -58,8 +58,8 @@ def plan(arguments: argparse.Namespace) -> int:
     end = f"settings of the first that fits:\n{overrides(best)}" if best else "nothing fits; take more devices\n"
     show("\n".join([*lines, *layout_table(found), "", end]))
     show(tower_line(config))
-    if not problem and (costs := named.costs(config)) is not None:
-        show(expected_step(config, costs, on=named.text))
+    if not problem:
+        show(expected_step(config, named))
     if named.device == "cpu" and named.is_here and (advice := faster_dtype(config, named.bfloat16)):
         show(advice)
     return 1 if problem else 0
@@ -118,7 +118,7 @@ class PlannedDevice:
     is_here: bool = False
     bfloat16: str = ""
 
-    def costs(self, config: PPOConfig) -> Device | None:
+    def speeds(self, config: PPOConfig) -> Device | None:
         """Return the device's speeds in the dtype of the job; None if they are unknown."""
         if self.known is not None or not self.is_here:
             return self.known
@@ -163,25 +163,31 @@ def _words(settings: dict[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def expected_step(config: PPOConfig, device: Device, *, on: str) -> str:
-    """Return a line with the expected seconds of a step's stages, by the speeds of the device."""
+def expected_step(config: PPOConfig, device: PlannedDevice) -> str:
+    """Return a line with the expected seconds of a step's stages; "" if the device's speeds are unknown."""
     tokens = -(-config.data.max_response_length // 2)
     seconds = planned_seconds(config, device, tokens=tokens)
+    if seconds is None:
+        return ""
     stages = ", ".join(f"{name} {taken:{'.1f' if taken >= 1 else '.2g'}}" for name, taken in seconds.items())
     return (
-        f"\nexpected step on {on.partition(', ')[0]}: {step_seconds(config, seconds):.1f} s ({stages}), if responses "
-        f"have {tokens} tokens; docs/simulation.md says what this leaves out\n"
+        f"\nexpected step on {device.text.partition(', ')[0]}: {step_seconds(config, seconds):.1f} s ({stages}), "
+        f"if responses have {tokens} tokens; docs/simulation.md says what this leaves out\n"
     )
 
 
-def planned_seconds(config: PPOConfig, device: Device, *, tokens: int) -> dict[str, float]:
-    """Return the expected seconds of a step's stages by name, if responses have so many tokens."""
+def planned_seconds(config: PPOConfig, device: PlannedDevice, *, tokens: int) -> dict[str, float] | None:
+    """Return stage -> expected seconds, if responses have so many tokens; None if the device's speeds are unknown."""
+    speeds = device.speeds(config)
+    if speeds is None:
+        return None
     policy, shape = config.actor_rollout_ref, shape_reader(config)(str(config.actor_rollout_ref.model.path))
-    value_bytes = 4 if training_dtype(config, "cuda" if device in DEVICES.values() else "cpu") == "float32" else 2
+    value_bytes = 4 if training_dtype(config, device.device) == "float32" else 2
     model = Model(shape.params, shape.layers, shape.hidden, shape.kv_width, value_bytes)
-    own: dict[str, Any] = {} if device in DEVICES.values() else dict.fromkeys(CLUSTER_OVERHEADS, 0.0) | CPU_EFFICIENCY
+    own: dict[str, Any] = {} if device.known is not None else dict.fromkeys(CLUSTER_OVERHEADS, 0.0)
+    own |= CPU_EFFICIENCY if device.device == "cpu" else {}
     costs = Costs(
-        device,
+        speeds,
         model,
         max_num_seqs=policy.rollout.max_num_seqs,
         prompt_tokens=config.data.max_prompt_length,

@@ -76,8 +76,8 @@ def _expected(words: list[str], found: ThisMachine) -> str:
     """Return the machine and the expected seconds of a step, see `hybridrl plan`."""
     config = load_config(PPOConfig, words, program="hybridrl train", config_name="ppo_trainer")
     device = PlannedDevice(str(found), found.device, found.memory, is_here=True)
-    costs = None if config is None else device.costs(config)
-    return "" if config is None or costs is None else f"{found}{expected_step(config, costs, on=str(found))}"
+    line = "" if config is None else expected_step(config, device)
+    return f"{found}{line}" if line else ""
 
 
 def command_words(arguments: argparse.Namespace, found: ThisMachine) -> list[str]:
