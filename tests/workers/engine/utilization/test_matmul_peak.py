@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from hybridrl.workers.engine.utilization import matmul_peak as peaks
 from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak, vendor_peak
 
 
@@ -39,15 +40,18 @@ def test_a_measurement_is_made_once_and_draws_no_random_numbers_of_the_process()
     assert time.process_time() - start < 0.001
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_measured_peak_is_the_rate_of_products_that_take_long(threads):
-    torch.set_num_threads(threads)
-    matrix, rates = torch.rand(512, 512), []
-    for _ in range(3):
-        start, number = time.process_time(), 0
-        while time.process_time() - start < 0.1 * threads:
-            matrix @ matrix
-            number += 1
-        rates.append(2 * 512**3 * number * threads / (time.process_time() - start))
+def test_a_measured_peak_is_the_rate_of_a_large_product_on_all_threads():
+    matrix, threads = torch.rand(768, 768), torch.get_num_threads()
+    rates = []
+    for _ in range(4):
+        start = time.process_time()
+        matrix @ matrix
+        rates.append(2 * 768**3 * threads / (time.process_time() - start))
+    assert matmul_peak("cpu", torch.float32) == pytest.approx(max(rates), rel=0.5)
+
+
+def test_a_clock_that_moves_in_steps_of_4_ms_changes_a_peak_little(monkeypatch):
+    expected, clock = matmul_peak("cpu", torch.float32), peaks._clock
+    monkeypatch.setattr(peaks, "_clock", lambda device: clock(device) // 0.004 * 0.004)
     matmul_peak.cache_clear()
-    assert matmul_peak("cpu", torch.float32) == pytest.approx(max(rates), rel=0.3)
+    assert 0.5 * expected < matmul_peak("cpu", torch.float32) < 1.6 * expected
