@@ -186,9 +186,10 @@ def bare_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def run_contender(who: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the median seconds of each stage, of the CPU and of the wall, and the process's peak memory in GB.
+    """Return medians of the seconds of each stage, and peak memory in GB.
 
-    Of ours, also "share": stage -> FLOPs per second as a share of what this machine reaches in large products.
+    Seconds are of the CPU and of the wall. Of ours, also "share": stage -> FLOPs per second as a share of what this
+    machine reaches in large products.
     """
     torch.set_num_threads(job["threads"])
     stages = {"ours": our_stages, "bare": bare_stages}[who](job)

@@ -1,4 +1,6 @@
-"""`hybridrl import-verl`: no program of a script is run; our command is printed, with what has to be decided first."""
+"""`hybridrl import-verl`: bash follows a script without its programs, and our command is printed.
+
+With what has to be decided first."""
 
 import shlex
 import subprocess
@@ -198,6 +200,10 @@ def test_a_script_without_end_or_measure_is_refused(text, said, monkeypatch):
         ConfigError, match=rf"recipe/run.sh: bash could not follow it: .*({said}).*; give its command line"
     ):
         commands(text)
+
+
+def test_a_long_variable_is_followed():
+    assert commands("A='x y'\n" + 'A="$A $A"\n' * 13 + "run $A")[-1][1:] == ["x", "y"] * 2**13
 
 
 def test_a_script_touches_nothing_of_the_machine(tmp_path):

@@ -56,7 +56,7 @@ def import_verl(arguments: argparse.Namespace) -> int:
 
 
 def verl_commands(given: Sequence[str], environment: Mapping[str, str]) -> ScriptRun:
-    """Return the arguments of each `main_ppo` of verl that a script or a command line runs, and bash's problems.
+    """Return the arguments of each `main_ppo` of verl that is run, and bash's problems.
 
     Args:
         given: A script with its arguments, or a command line.
@@ -88,7 +88,12 @@ def verl_commands(given: Sequence[str], environment: Mapping[str, str]) -> Scrip
 
 
 def imported_command(arguments: Sequence[str], script_problems: Sequence[str] = ()) -> ImportedCommand:
-    """Return the arguments of verl's `main_ppo` as settings of ours."""
+    """Return the arguments of verl's `main_ppo` as settings of ours.
+
+    Args:
+        arguments: Words behind the program.
+        script_problems: What bash could not do in the script, each in a line.
+    """
     words = [word for word in arguments if not unresolved(word)]
     known = [word for word in words if one_line(word) == word]
     problems = [*script_problems]

@@ -1,8 +1,9 @@
-"""The commands of a launch script: bash runs it in the sandbox for rewards, where programs are noted and not run.
+"""The commands of a launch script: bash runs it in a sandbox, without its programs.
 
-What a program would print becomes a mark in the text, so that no value that depends on it is made up. Every program
-counts as successful, but for `python -c "import PACKAGE"`, which says whether this machine has the package. Directories
-are names only: `cd` and `pwd` work without them, other files than the script are not there.
+Programs are noted, and the sandbox is that of rewards. What a program would print becomes a mark in the text, so that
+no value that depends on it is made up. Every program counts as successful, but for `python -c "import PACKAGE"`, which
+says whether this machine has the package. Directories are names only: `cd` and `pwd` work without them. Other files
+than the script are not there.
 """
 
 import re
