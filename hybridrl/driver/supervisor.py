@@ -177,10 +177,11 @@ class _Supervisor:
                 self._stop_requested = True
                 if info.si_code <= 0:  # sent by a process; the terminal sends to every process of the program itself
                     self._to_forward.append((time.monotonic(), info.si_signo))
+            lost_cluster = self.cluster.has_exited()  # before what a driver reported earlier is read
             self._receive(driver)
             self.cluster.kill_if_frozen()
             self._forward_signals(driver)
-            if self.cluster.has_exited() and not driver.is_killed:
+            if lost_cluster and not driver.is_killed:
                 # Ray would let the driver wait for a minute.
                 self._kill(driver, "the Ray cluster of this machine was lost; killing the driver that uses it")
             pid, status = os.waitpid(driver.pid, os.WNOHANG)

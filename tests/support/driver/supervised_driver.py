@@ -153,8 +153,21 @@ def start_cluster_that_stops() -> str:
     return "an address"
 
 
+def pause_supervisor() -> None:
+    """Let the supervisor wait between reading a driver's reports and deciding what follows, as a busy machine does."""
+    check = holder.HeldCluster.kill_if_frozen
+
+    def check_and_wait(cluster: holder.HeldCluster) -> None:
+        check(cluster)
+        time.sleep(0.3)
+
+    holder.HeldCluster.kill_if_frozen = check_and_wait
+
+
 if __name__ == "__main__":
     holder.STOP_TIMEOUT_S = 2.0
+    if sys.argv[1] == "loses_its_cluster_while_it_exits":
+        pause_supervisor()
     reports = sys.argv[1] == "reports_its_end"
     report_end = (lambda run_id, decision: emit("end", run_id, decision)) if reports else (lambda *_: None)
     start_cluster = start_cluster_that_freezes_once if len(sys.argv) > 2 else start_cluster_that_stops
