@@ -44,7 +44,7 @@ class RolloutCapabilities:
         the same two steps, and must schedule them alike.
     routes: it returns the experts of every token of a mixture of experts (`GeneratedTokens.routes`).
     float32_weights: it holds all tensors of `FLOAT32` (`workers/weight_transfer/fingerprint.py`) in float32.
-    images: families (`model_type`) of which `generate_with_images` takes prompts with images.
+    images: families (`model_type`) of which `generate_tokens` takes prompts with images.
     quantization: values of the setting `quantization` whose weights it computes with.
     sampling: the names of `SAMPLING` that it honours.
     """

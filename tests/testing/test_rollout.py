@@ -83,7 +83,7 @@ class DeclaresTopK(ToyRollout):
 
 
 class ContinuesAnew(HFRollout):
-    def _generate(self, prompts, keys, sampling, *, num_done=0):
+    def _generate(self, prompts, keys, sampling, *, num_done=0, images=None):
         return super()._generate([prompt[: len(prompt) - num_done] for prompt in prompts], keys, sampling)
 
 

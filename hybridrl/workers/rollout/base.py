@@ -178,7 +178,13 @@ class Rollout(ABC):
 
     @abstractmethod
     def generate_tokens(
-        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
+        self,
+        prompts: list[list[int]],
+        keys: torch.Tensor,
+        sampling: SamplingParams,
+        *,
+        num_done: int = 0,
+        images: Sequence[RowImages | None] | None = None,
     ) -> GeneratedTokens:
         """Return `sampling.n` samples of each of B >= 1 token lists; the samples of a prompt are adjacent.
 
@@ -191,25 +197,24 @@ class Rollout(ABC):
                 token t of a sample with `uniforms(key, t)`; another one may use them as seeds.
             sampling: How to sample.
             num_done: How many of each list's last tokens belong to the response; penalties, `min_tokens` and `stop`
+            images: Of each prompt, given only to a class with the capability `images`. A response never has a token
+                that stands for an image.
         """
 
-    def generate_with_images(
-        self,
-        prompts: list[list[int]],
-        images: Sequence[RowImages | None],
-        keys: torch.Tensor,
-        sampling: SamplingParams,
-        *,
-        num_done: int = 0,
-    ) -> GeneratedTokens:
-        """Return what `generate_tokens` returns, for prompts with images. Needs the capability `images`.
+    def given_images(self, images: Sequence[RowImages | None] | None) -> dict[str, Any]:
+        """Return the keyword of `generate_tokens` for prompts of which some have images; empty without any.
 
-        A response never has a token that stands for an image.
+        Raises:
+            ConfigError: The class does not read images.
         """
-        raise ConfigError(
-            f"{ROLLOUT_KEY}.name: the prompts have images, and the {self.engine_name} rollout does not declare the "
-            "capability images; use hf"
-        )
+        if images is None or all(found is None for found in images):
+            return {}
+        if not self.capabilities.images:
+            raise ConfigError(
+                f"{ROLLOUT_KEY}.name: the prompts have images, and the {self.engine_name} rollout does not declare the "
+                "capability images; use hf"
+            )
+        return {"images": images}
 
     @abstractmethod
     def replace_weights(self, weights: Iterable[NamedTensor]) -> None:
@@ -296,12 +301,8 @@ class Rollout(ABC):
         if len(prompts) == 0:
             generated = GeneratedTokens.empty(0, sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id)
         else:
-            tokens, keys, images = token_lists(prompts), sequence_keys(seeds, sampling.n), images_of(prompts)
-            generated = (
-                self.generate_tokens(tokens, keys, sampling)
-                if images is None
-                else self.generate_with_images(tokens, images, keys, sampling)
-            )
+            keys, more = sequence_keys(seeds, sampling.n), self.given_images(images_of(prompts))
+            generated = self.generate_tokens(token_lists(prompts), keys, sampling, **more)
         return with_responses(prompts, generated, sampling=sampling, version=version)
 
     @functools.cached_property

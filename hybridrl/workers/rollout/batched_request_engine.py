@@ -76,13 +76,9 @@ class BatchedRequestEngine(RequestEngine):
         keys = torch.cat([advance(entry.request.key, len(entry.tokens)) for entry in batch])
         stop_condition = self.rollout.stop_condition(sampling)
         prompts = [[*entry.request.prompt_ids, *entry.tokens] for entry in batch]
-        images = [entry.request.images for entry in batch]
+        more = self.rollout.given_images([entry.request.images for entry in batch])
         num_done = done if needs_history(sampling, stop_condition) else 0
-        generated = (
-            self.rollout.generate_tokens(prompts, keys, sampling, num_done=num_done)
-            if all(found is None for found in images)
-            else self.rollout.generate_with_images(prompts, images, keys, sampling, num_done=num_done)
-        )
+        generated = self.rollout.generate_tokens(prompts, keys, sampling, num_done=num_done, **more)
         rows = zip(
             batch,
             generated.tokens.tolist(),

@@ -28,7 +28,7 @@ from hybridrl.config.schema.rollout import QUANTIZATION, RolloutConfig
 from hybridrl.errors import ConfigError, model_errors
 from hybridrl.single_controller.monitoring.work_done import report_work
 from hybridrl.workers import engine, rollout
-from hybridrl.workers.engine.attention.layer_kinds import cache_argument, use_exact_attention
+from hybridrl.workers.engine.attention import layer_kinds
 from hybridrl.workers.engine.hf_model import IMAGE_MODELS, auto_class, reads_images
 from hybridrl.workers.rollout.base import ROLLOUT_KEY, RolloutSetup, held_dtypes, load_hf_config
 from hybridrl.workers.rollout.responses import GeneratedTokens, prompt_columns
@@ -49,6 +49,9 @@ DROP_SHARE = 1 / 16
 # Free token slots that a full cache gets. Larger wastes memory; smaller copies the cache more often (once in so many
 # steps).
 CACHE_GROWTH_TOKENS = 64
+
+GROUPED = "hybridrl_grouped_queries"
+"""Name of `_grouped_attention` in transformers."""
 
 
 class HFRollout(VersionedRollout):
@@ -85,7 +88,7 @@ class HFRollout(VersionedRollout):
         self._reads_images = reads_images(self._model.config)
         self._hashes: dict[str, int] = {}  # of the tensors by name, as they were when they were read last
         self._never = engine.placeholder_ids(self._model.config) if self._reads_images else ()
-        if (name := cache_argument(self._model)) in (None, "cache_params"):
+        if (name := layer_kinds.cache_argument(self._model)) in (None, "cache_params"):
             raise ConfigError(
                 f"{ROLLOUT_KEY}.name=hf: {type(self._model).__name__} of {setup.model_path!r} does not take a cache of "
                 "keys and states, so that every token would be drawn without those before it; use "
@@ -340,12 +343,40 @@ def _build_model(setup: RolloutSetup, held: fingerprint.HeldDtypes) -> torch.nn.
     else:
         with _seeded(setup.seed), model_errors(setup.model_path, "cannot build it"):
             model = loader.from_config(config, **options)
-    use_exact_attention(model, setup.override_config.get("attn_implementation"))
+    layer_kinds.use_exact_attention(model, setup.override_config.get("attn_implementation"))
+    _group_queries(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if fingerprint.pushed_dtype(name, held) != setup.dtype:
             tensor.data = tensor.data.float()
     model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(setup.device).eval().requires_grad_(False)
+
+
+def _group_queries(model: Any) -> None:
+    """Replace transformers' `sdpa` by `_grouped_attention`, where a model's attention can be replaced."""
+    from transformers import AttentionMaskInterface, masking_utils
+
+    if model.config.get_text_config()._attn_implementation == "sdpa" and not layer_kinds.obstacle(model):
+        AttentionMaskInterface.register(GROUPED, masking_utils.sdpa_mask)
+        layer_kinds.set_text_attention(model, GROUPED, _grouped_attention)
+
+
+def _grouped_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Return the attention of one new token per row as transformers calls it, (S,1,heads,d), and None for its weights.
+
+    query (S,heads,1,d); key, value (S,fewer heads,T,d). Query heads with the same key are the queries of one call.
+    transformers repeats keys and values for each of them at every token, if prompts differ in length: on a CPU that
+    takes 2 to 20 times as long. Several new tokens per row are computed by transformers.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if query.size(2) > 1 or (mask is not None and mask.size(1) > 1) or options.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    queries, scale = query.squeeze(2).unflatten(1, (key.size(1), -1)), options.get("scaling")
+    out = torch.nn.functional.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
+    return out.flatten(1, 2)[:, None], None
 
 
 @contextmanager
@@ -393,21 +424,17 @@ def _growing_layer_class() -> type:
 
         keys: torch.Tensor  # the base class initialises both before they are read here
         values: torch.Tensor
-        _stores: tuple[torch.Tensor, torch.Tensor] | None = None
+        _stores: tuple[torch.Tensor, torch.Tensor]  # made by `batch_select_indices`, which comes after a prefill
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
-            if not self.is_initialized:  # prefill: `batch_select_indices` comes next and allocates the stores
+            if not self.is_initialized:
                 return super().update(key_states, value_states, *args, **kwargs)
             used = self.keys.shape[-2]
             end = used + key_states.shape[-2]
-            stores = self._stores
-            if stores is None or end > stores[0].shape[-2]:
-                stores = self._make_stores(end)
-            key_store, value_store = stores
-            key_store[:, :, used:end] = key_states
-            value_store[:, :, used:end] = value_states
-            self.keys, self.values = key_store[:, :, :end], value_store[:, :, :end]
-            return self.keys, self.values
+            if end > self._stores[0].shape[-2]:
+                self._make_stores(end)
+            self._stores[0][:, :, used:end], self._stores[1][:, :, used:end] = key_states, value_states
+            return self._use(end)
 
         def batch_select_indices(self, indices: torch.Tensor) -> None:
             super().batch_select_indices(indices)
@@ -416,25 +443,20 @@ def _growing_layer_class() -> type:
         def keep_rows(self, places: torch.Tensor) -> None:
             """Make row i that of row places[i], for the rows of `places_after_drop`. Moves only rows that change."""
             used, size = self.keys.shape[-2], len(places)
-            stores = self._stores or self._make_stores(used)
             [changed] = (places != torch.arange(size, device=places.device)).nonzero(as_tuple=True)
-            for store in stores:
+            for store in self._stores:
                 store[changed, :, :used] = store[places[changed], :, :used]
-            key_store, value_store = self._stores = (stores[0][:size], stores[1][:size])
-            self.keys, self.values = key_store[:, :, :used], value_store[:, :, :used]
+            self._stores = self._stores[0][:size], self._stores[1][:size]
+            self._use(used)
 
-        def _make_stores(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def _use(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+            self.keys, self.values = self._stores[0][:, :, :end], self._stores[1][:, :, :end]
+            return self.keys, self.values
+
+        def _make_stores(self, used: int) -> None:
             """Copy keys and values to new memory with room for some tokens behind the `used` ones."""
             capacity = max(used, min(used + CACHE_GROWTH_TOKENS, self._max_tokens))
-            stores = _copy_with_capacity(self.keys, capacity), _copy_with_capacity(self.values, capacity)
-            self._stores = stores
-            return stores
+            room = (0, 0, 0, capacity - self.keys.shape[-2])
+            self._stores = torch.nn.functional.pad(self.keys, room), torch.nn.functional.pad(self.values, room)
 
     return GrowingLayer
-
-
-def _copy_with_capacity(states: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Return (S, heads, capacity, dim) whose first tokens are states (S, heads, used, dim)."""
-    store = states.new_empty(*states.shape[:2], capacity, states.shape[-1])
-    store[:, :, : states.shape[-2]] = states
-    return store

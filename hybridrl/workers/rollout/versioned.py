@@ -164,25 +164,17 @@ class VersionedRollout(Rollout):
         return super().generate(prompts, sampling)
 
     def generate_tokens(
-        self, prompts: list[list[int]], keys: torch.Tensor, sampling: SamplingParams, *, num_done: int = 0
-    ) -> GeneratedTokens:
-        return self._generated(lambda: self._generate(prompts, keys, sampling, num_done=num_done))
-
-    def generate_with_images(
         self,
         prompts: list[list[int]],
-        images: Sequence[RowImages | None],
         keys: torch.Tensor,
         sampling: SamplingParams,
         *,
         num_done: int = 0,
+        images: Sequence[RowImages | None] | None = None,
     ) -> GeneratedTokens:
-        return self._generated(lambda: self._generate(prompts, keys, sampling, num_done=num_done, images=images))
-
-    def _generated(self, generate: Callable[[], GeneratedTokens]) -> GeneratedTokens:
         self._require_awake("generate")
         self.current_version()
-        generated = generate()
+        generated = self._generate(prompts, keys, sampling, num_done=num_done, images=images)
         # Engines compute in inference mode; clones are plain tensors that callers may write to.
         return replace(
             generated,

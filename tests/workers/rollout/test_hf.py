@@ -127,6 +127,18 @@ def test_prefill_does_not_copy_the_head_for_every_prompt(start, name):
     assert largest < num_prompts * VOCAB * 32 * 2  # torch copied the head (64, 32) once per prompt
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_a_new_token_attends_without_copies_of_keys_for_every_query_head(start, name):
+    rollout = start(name)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        rollout.generate(prompts_of(8), SamplingParams(4, do_sample=False))
+    calls = [
+        event.input_shapes[:2] for event in profiled.events() if event.name == "aten::scaled_dot_product_attention"
+    ]
+    heads = {key[1] for query, key in calls if query[2] < key[2]}  # fewer queries than keys: not the prefill
+    assert heads == {CONFIGS[name].num_key_value_heads}
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     "sampling", [{"do_sample": False}, {}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}], ids=str

@@ -194,7 +194,8 @@ def test_a_rollout_that_cannot_read_images_refuses_prompts_with_images(models):
 
     rollout = ToyRollout.__new__(ToyRollout)
     with pytest.raises(Exception, match="does not declare the capability images; use hf"):
-        rollout.generate_with_images([[1]], [None], torch.zeros(1), SamplingParams(1))
+        rollout.given_images([None, object()])
+    assert rollout.given_images([None]) == rollout.given_images(None) == {}
 
 
 def test_requests_sample_the_tokens_of_a_batch_also_in_chunks_and_beside_requests_of_text(models, monkeypatch):

@@ -8,7 +8,7 @@ what follows for families of models.
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +158,13 @@ def use_exact_attention(model: Any, chosen: str | None) -> None:
         logger.warning("%s: attention is computed by the model's plain code (eager).", what)
 
 
-def set_text_attention(model: Any, name: str) -> None:
-    """Replace the attention of a model's decoder; a vision tower keeps its own."""
+def set_text_attention(model: Any, name: str, attend: Callable[..., Any]) -> None:
+    """Replace the attention of a model's decoder by a function, under a name in transformers.
+
+    A vision tower keeps its own.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, attend)
     is_composite = model.config.get_text_config() is not model.config
     model.set_attn_implementation({"text_config": name} if is_composite else name)

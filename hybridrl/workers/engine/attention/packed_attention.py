@@ -26,13 +26,10 @@ def use_packed_layout(model: Any) -> bool:
 
     Flash attention finds sequences by their positions, and keeps its place.
     """
-    from transformers import AttentionInterface
-
     is_replaced = model.config.get_text_config()._attn_implementation in REPLACED
     is_recurrent = bool(layer_kinds(model) & RECURRENT)
     if is_replaced:
-        AttentionInterface.register(NAME, packed_sdpa)
-        set_text_attention(model, NAME)
+        set_text_attention(model, NAME, packed_sdpa)
     if is_recurrent:
         attention.RecurrentLayers(model, is_passed_on=is_replaced)
     return is_replaced or is_recurrent

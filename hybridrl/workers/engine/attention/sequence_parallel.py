@@ -19,7 +19,7 @@ from torch import nn
 
 from hybridrl.errors import ConfigError
 from hybridrl.workers.engine.attention import packed_attention, tree_attention
-from hybridrl.workers.engine.attention.layer_kinds import REPLACED, layer_kinds, words
+from hybridrl.workers.engine.attention.layer_kinds import REPLACED, layer_kinds, set_text_attention, words
 from hybridrl.workers.engine.attention.spans import AttentionTree, SequenceSpan, path_mask
 from hybridrl.workers.engine.batching.layout import SequencePart, TokenLayout
 from hybridrl.workers.process_setup import collective_timeout
@@ -102,12 +102,9 @@ def use_sequence_parallel(model: Any, size: int) -> None:
     Raises:
         ConfigError: The model has another kind of attention, or heads that the peers cannot share.
     """
-    from transformers import AttentionInterface
-
     if reason := _obstacle(model, size):
         raise ConfigError(f"{KEY}={size}: {type(model).__name__} {reason}; set it to 1")
-    AttentionInterface.register(NAME, sequence_parallel_attention)
-    model.set_attn_implementation(NAME)
+    set_text_attention(model, NAME, sequence_parallel_attention)
 
 
 def _obstacle(model: Any, size: int) -> str | None:

@@ -90,7 +90,9 @@ class _TwoPartAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         states = (query, key, value)
         sums = torch.promote_types(query.dtype, torch.float32)
-        merged, lse = query.new_empty(query.shape, dtype=sums), query.new_empty(query.shape[:3], dtype=sums)
+        _, heads, tokens, size = query.shape
+        merged = query.new_empty((1, tokens, heads, size), dtype=sums).transpose(1, 2)
+        lse = query.new_empty((1, tokens, heads), dtype=sums).transpose(1, 2)
         for span in spans:
             part, part_lse = _forward(*(_gather(tensor, span) for tensor in states), 0.0, True, scale=scale)
             _scatter(merged, part, span)
@@ -142,17 +144,17 @@ def _slices(states: tuple[torch.Tensor, ...], start: int, stop: int, end: int) -
 
 def _gather(tensor: torch.Tensor, span: SequenceSpan, *, zero_padding: bool = False) -> torch.Tensor:
     """Return a span's tokens as a padded batch: (1,heads,T,...) -> (b,heads,W,...)."""
-    found = tensor[0].index_select(1, span.tokens)
+    found = tensor[0].transpose(0, 1).index_select(0, span.tokens)
     if zero_padding:
         is_padding = torch.ones(len(span.tokens), dtype=torch.bool).index_fill_(0, span.cells, False)
-        found[:, is_padding] = 0
-    return found.unflatten(1, (-1, span.width)).transpose(0, 1)
+        found[is_padding] = 0
+    return found.unflatten(0, (-1, span.width)).transpose(1, 2)
 
 
 def _scatter(target: torch.Tensor, part: torch.Tensor, span: SequenceSpan) -> None:
     """Write the cells of a padded batch (b,heads,W,...) that hold a token to the row (1,heads,T,...)."""
-    cells = part.transpose(0, 1).flatten(1, 2).index_select(1, span.cells)
-    target[0].index_copy_(1, span.tokens.index_select(0, span.cells), cells.to(target.dtype))
+    cells = part.transpose(1, 2).flatten(0, 1).index_select(0, span.cells)
+    target[0].transpose(0, 1).index_copy_(0, span.tokens.index_select(0, span.cells), cells.to(target.dtype))
 
 
 def use_tree_attention(model: Any) -> bool:
@@ -160,14 +162,11 @@ def use_tree_attention(model: Any) -> bool:
 
     Models with layers that `layer_kinds` does not know keep theirs, and rank 0 logs why.
     """
-    from transformers import AttentionInterface
-
     is_recurrent = bool(layer_kinds(model) & RECURRENT)
     if reason := obstacle(model) or (is_recurrent and attention.state_obstacle(model)):
         log_obstacle(f"{type(model).__name__} {reason}")
         return False
-    AttentionInterface.register(NAME, tree_attention)
-    set_text_attention(model, NAME)
+    set_text_attention(model, NAME, tree_attention)
     if is_recurrent:
         attention.RecurrentLayers(model, is_passed_on=True)
     return True
