@@ -78,11 +78,16 @@ def verl_commands(given: Sequence[str], environment: Mapping[str, str]) -> Scrip
             commands = [shlex.split(given[0])]
         except ValueError as error:
             raise ConfigError(f"{given[0]!r}: is no command line ({error})") from None
-    found = [arguments for command in commands if (arguments := _arguments_of_program(command)) is not None]
+    found = [arguments for command in commands if (arguments := _arguments_of_program(command))]
     if not found:
+        others = [
+            f"it runs {one_line(_shown(' '.join(command[:5])))}"
+            for command in commands[:20]
+            if Path(given[0]).is_file()
+        ]
         raise ConfigError(
             f"{given[0]}: has no command of verl.trainer.main_ppo; give an existing bash script, or the command line"
-            + "".join(f"\n  {line}" for line in problems)
+            + "".join(f"\n  {line}" for line in dict.fromkeys([*problems, *others]))
         )
     return ScriptRun(found, problems)
 
@@ -104,18 +109,20 @@ def imported_command(arguments: Sequence[str], script_problems: Sequence[str] = 
         for word in set(arguments) - {*words}
     ]
     flags, words = _divided(known)
-    preset = preset_words(flags.get("name"), flags.get("path"))
+    problems += [f"{word}: is a flag of Hydra; leave it out" for word in words if word.startswith("-") and word != "--"]
+    words = [word for word in words if not word.startswith("-")]
+    preset = preset_words(flags.get("name"), flags.get("path", "verl's"))
     if flags and preset is None:
         problems.append(f"--config-name={flags.get('name')}: is a file of your own; give its settings as key=value")
     given = [*(preset or ()), *words]
     taken = take_over(PPOConfig, given)
     defaults = _defaults(taken.words)
-    problems += taken.refusals or _problems([*taken.words, *defaults])
+    problems += [*taken.refusals, *_problems([*taken.words, *defaults])]
     return ImportedCommand([*taken.words, *defaults], taken.changes, sorted(problems), len(given), defaults)
 
 
 def _arguments_of_program(command: Sequence[str]) -> list[str] | None:
-    """Return what follows the program in a command; the whole command if it consists of settings."""
+    """Return what follows the program in a command; the whole command if it consists of settings. None for others."""
     for place, word in enumerate(command):
         if word.removesuffix(".py").replace("/", ".").rpartition(".")[2] in PROGRAMS:
             return list(command[place + 1 :])

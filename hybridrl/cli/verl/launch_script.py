@@ -21,9 +21,8 @@ from hybridrl.rewards.sandbox.local import LocalSandbox
 UNKNOWN, BLANK = "\1", "\2"  # encloses the words of a program whose output would be here; between them
 LIMITS = Limits(processes=128)
 WAY_OUT = "give its command line: hybridrl import-verl python3 -m verl.trainer.main_ppo key=value ..."
-SCRIPT, COMMANDS, TRACE = "script.sh", "commands", "trace"
+SCRIPT, COMMANDS, UNDECIDED = "script.sh", "commands", "undecided"
 WITHOUT_PROGRAMS = Path(__file__).with_name("without_programs.sh")
-TEST = re.compile(r"(\[|\[\[|test|case) ")
 
 
 class ScriptRun(NamedTuple):
@@ -57,16 +56,18 @@ def run_script(text: str, environment: Mapping[str, str], *, path: str, argument
     lines += [f"BASH_ARGV0={shlex.quote(path)}", f"installed_packages={shlex.quote(' '.join(packages))}"]
     lines += [shlex.join(["set", "--", *arguments]), WITHOUT_PROGRAMS.read_text()]
     script = text.replace("BASH_SOURCE", "BASH_ARGV0").encode("utf-8", "surrogateescape")
-    program = Program("\n".join(lines), "bash", files={SCRIPT: script}, fetch=(COMMANDS, TRACE), limits=LIMITS)
+    program = Program("\n".join(lines), "bash", files={SCRIPT: script}, fetch=(COMMANDS, UNDECIDED), limits=LIMITS)
     try:
         outcome = LocalSandbox().run(program)
     except (SandboxUnavailable, SandboxFailed) as error:
         raise ConfigError(f"{path}: bash reads it in a sandbox, and {error}; or {WAY_OUT}") from None
-    if outcome.exit_status is None or outcome.exit_status < 0 or TRACE not in outcome.files:
-        raise ConfigError(f"{path}: bash could not follow it: {outcome.detail or 'it is too long'}; {WAY_OUT}")
+    is_too_long = ": cannot allocate " in outcome.stderr
+    if outcome.exit_status is None or outcome.exit_status < 0 or is_too_long:
+        why = "a variable is too long" if is_too_long else outcome.detail
+        raise ConfigError(f"{path}: bash could not follow it: {why}; {WAY_OUT}")
     said = outcome.stderr.replace(f"/tmp/{SCRIPT}", path).splitlines()
     problems = [line for line in said if re.search(r": line \d+: ", line)]
-    problems += _undecided(outcome.files[TRACE].decode("utf-8", "surrogateescape"))
+    problems += outcome.files.get(UNDECIDED, b"").decode("utf-8", "surrogateescape").splitlines()
     shown = [line.replace(UNKNOWN, "`").replace(BLANK, " ") for line in dict.fromkeys(problems)]
     return ScriptRun([*_noted(outcome.files.get(COMMANDS, b""))], shown)
 
@@ -81,15 +82,3 @@ def _noted(content: bytes) -> Iterator[list[str]]:
     words = iter(content.decode("utf-8", "surrogateescape").split("\0")[:-1])
     while (number := next(words, "")).isdecimal():  # the script may have written anything there
         yield [*islice(words, int(number[:6]))]
-
-
-def _undecided(trace: str) -> Iterator[str]:
-    """Yield the tests of bash's trace that depend on the output of a program."""
-    variables: set[str] = set()
-    for line in trace.replace(r"\001", UNKNOWN).replace(r"\002", BLANK).splitlines():
-        done = line.lstrip("+ ")
-        if UNKNOWN in done and (assigned := re.match(r"(\w+)\+?=", done)):
-            variables.add(assigned[1])
-        used = {*re.findall(r"\$\{?(\w+)", done)}  # of `case` bash shows the word before its expansion
-        if TEST.match(done) and (UNKNOWN in done or used & variables):
-            yield f"{done}: depends on a program that is not run; set a variable of the script"

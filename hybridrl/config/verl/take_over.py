@@ -5,6 +5,7 @@ command lines of this library never change. No word is dropped without a `Change
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -111,7 +112,7 @@ def take_over(schema: type, words: Sequence[str]) -> Takeover:
         schema: Schema of the program.
         words: Overrides as on the command line.
     """
-    parsed = [_parse(word) for word in words]
+    parsed = [*{word.key or word.text: word for word in map(_parse, words)}.values()]  # the last word of a key counts
     given: dict[str, Any] = {}
     taken = Takeover()
     for _ in range(2):  # the second time, rows that compare with another key know the value it was given
@@ -191,7 +192,7 @@ class _Pass:
             return False
         if row.convert == "covers_lengths":
             lengths = [self._value(f"data.max_{part}_length") for part in ("prompt", "response")]
-            return isinstance(word.value, int) and word.value >= sum(lengths)
+            return all(isinstance(size, int) for size in (word.value, *lengths)) and word.value >= sum(lengths)
         if row.convert == "known_loggers":
             return all(name in {*LOGGERS, *TRACKERS.names()} or ":" in name for name in _texts(word.value))
         if row.convert == "at_most_one":
@@ -246,8 +247,9 @@ class _Pass:
     def _per_process(self, word: _Word) -> str:
         if word.value is None:
             return "null"
-        size = self._value("trainer.nnodes") * self._value("trainer.n_gpus_per_node")
-        if not isinstance(word.value, int) or word.value % size:
+        sizes = [self._value(f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node")]
+        size = math.prod(size if isinstance(size, int) else 0 for size in sizes)
+        if not isinstance(word.value, int) or size < 1 or word.value % size:
             raise InvalidValue(
                 f"counts the rows of all processes, and {size} processes do not divide them; set {word.key}_per_gpu"
             )

@@ -238,7 +238,7 @@ MODEL_ROWS: tuple[Row, ...] = (
     refused(f"{MODELS}.{{exclude_modules,lora.exclude_modules}}", "name the layers in model.target_modules"),
     done(f"{MODELS}.mtp.enable", "there is no multi-token prediction", "false"),
     refused(f"{MODELS}.mtp", "multi-token prediction is not trained in this release; leave it out"),
-    done("critic.model.lora_rank", "the critic is trained in full", "0"),
+    done("critic.model.{lora_rank,lora.rank}", "the critic is trained in full", "0"),
     refused("critic.model.{lora_rank,lora_alpha,lora_adapter_path,target_modules,lora}", _VALUE_ADAPTERS),
     *(renamed(f"{MODEL}.lora.{name}", f"{MODEL}.lora_{name}") for name in ("rank", "alpha", "adapter_path")),
     done(f"{MODEL}.lora.merge", "rollouts get merged weights", "true"),
