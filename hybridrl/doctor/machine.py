@@ -19,7 +19,7 @@ from hybridrl.single_controller.monitoring.capacity import MemoryProbe
 from hybridrl.system.machine import bfloat16_instructions
 
 GIB = 2**30
-MIN_SHM_GIB = 1.0  # Ray's object store of a local cluster takes 0.5 GiB
+MIN_SHM_GIB = 1.0  # below it, Ray keeps its objects, such as snapshots of a step, in files on disk
 MIN_FILES = 4096  # Ray opens some per process and peer
 MIN_MEMORY_GIB = 4.0  # torch and Ray in a few processes
 MIN_DISK_SHARE = 0.05  # Ray stores no new objects below

@@ -30,8 +30,6 @@ from hybridrl.system.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
 SLOTS_PER_CORE = 2  # of a local cluster; workers that share a core are slow, not wrong, but each needs memory
-OBJECT_STORE_BYTES = 512 * 1024**2  # of a local CPU cluster; a batch of text takes megabytes
-CUDA_DRIVER = "/proc/driver/nvidia/version"  # there on machines with CUDA devices
 # Ray's settings of a cluster that a program starts for itself: no events of tasks, which `ray list tasks` would show.
 # They cost the driver 30 MiB, and the GCS 3.3 KiB for each of the newest 100000 tasks; with fewer, both still grew.
 # And workers that get the same share of the cores as other programs: at Ray's niceness of 15 they get 3 to 7 %.
@@ -137,11 +135,7 @@ def _connect_own(lifecycle: DriverLifecycle) -> None:
 
 def start_local_cluster() -> str:
     """Start the Ray cluster of a training run, see `start_cluster`."""
-    return start_cluster(
-        num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1),
-        object_store_memory=None if os.path.exists(CUDA_DRIVER) else OBJECT_STORE_BYTES,
-        log_to_driver=False,
-    )
+    return start_cluster(num_cpus=SLOTS_PER_CORE * (os.cpu_count() or 1), log_to_driver=False)
 
 
 def start_cluster(*, code_paths: Sequence[str] = (), **limits: Any) -> str:

@@ -1,6 +1,6 @@
 """A pool on a cluster of one node, whose raylet is killed: `python -m tests.support.single_controller.only_node`.
 
-Prints the error of `replace_lost_nodes`, and the seconds that it took.
+Prints the room for objects on the node, then the error of `replace_lost_nodes`, and the seconds that it took.
 """
 
 import os
@@ -25,6 +25,7 @@ def raylet() -> int:
 
 if __name__ == "__main__":
     start_local_cluster()
+    print(f"{int(ray.cluster_resources()['object_store_memory'])} bytes", flush=True)
     pool = RayResourcePool([1], name_prefix="only")
     pool.get_placement_groups()
     os.kill(raylet(), signal.SIGKILL)
