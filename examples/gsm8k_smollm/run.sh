@@ -46,6 +46,7 @@ $PYTHON -m hybridrl.main_sft \
   data.max_token_len_per_gpu=2048 \
   data.seed="$SEED" \
   model.path="$MODEL" \
+  model.use_remove_padding=true \
   model.lora_rank=16 \
   model.lora_alpha=32 \
   optim.lr=3e-4 \

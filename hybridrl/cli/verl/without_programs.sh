@@ -16,7 +16,7 @@ command_not_found_handle() {
     if [[ $line =~ (^|[[:space:];])(if|elif|while|until)[[:space:]]+([^\;]*) && " ${BASH_REMATCH[3]} " == *" $1 "* ]]; then
         undecided "${line##*([[:space:]])}" "the end of $1"
     fi
-    case "$1" in mkdir | touch | rm | chmod | cp | mv | ln | sleep | pkill | kill | wait) return 0 ;; esac
+    case "$1" in mkdir | touch | rm | chmod | cp | mv | ln | sleep | pkill) return 0 ;; esac
     local words=${*//$'\1'/}
     printf '\1%s\1' "${words//[[:space:]]/$'\2'}" 2>/dev/null || :
 }
