@@ -23,7 +23,10 @@ from hybridrl.errors import DataError
 MIN_LOG_PROB = -1000.0
 """Lower limit of log-probs. A float32 probability below it is exactly 0; with -inf, p log p would be NaN."""
 CPU_TILE = 2**21
-"""Logits of a tile on a CPU, unless the caller says otherwise: 8 MiB of float32. For less oneDNN uses one core."""
+"""Logits of a tile on a CPU: 8 MiB of float32.
+
+The caller may say otherwise. For less oneDNN uses one core.
+"""
 DEVICE_TILE = 2**26
 """Logits of a tile elsewhere: 256 MiB of float32, enough for matrix products at full speed."""
 LOWEST = -1e30

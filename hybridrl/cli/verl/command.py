@@ -122,7 +122,10 @@ def imported_command(arguments: Sequence[str], script_problems: Sequence[str] = 
 
 
 def _arguments_of_program(command: Sequence[str]) -> list[str] | None:
-    """Return what follows the program in a command; the whole command if it consists of settings. None for others."""
+    """Return what follows the program in a command, or None.
+
+    A command of settings alone is returned whole.
+    """
     for place, word in enumerate(command):
         if word.removesuffix(".py").replace("/", ".").rpartition(".")[2] in PROGRAMS:
             return list(command[place + 1 :])

@@ -364,11 +364,11 @@ def _group_queries(model: Any) -> None:
 def _grouped_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention of one new token per row as transformers calls it, (S,1,heads,d), and None for its weights.
+    """Return attention (S,1,heads,d) of one new token per row, and None for its weights.
 
-    query (S,heads,1,d); key, value (S,fewer heads,T,d). Query heads with the same key are the queries of one call.
-    transformers repeats keys and values for each of them at every token, if prompts differ in length: on a CPU that
-    takes 2 to 20 times as long. Several new tokens per row are computed by transformers.
+    Called by transformers: query (S,heads,1,d); key, value (S,fewer heads,T,d). Query heads with the same key are the
+    queries of one call. transformers repeats keys and values for each of them at every token, if prompts differ in
+    length: on a CPU that takes 2 to 20 times as long. Several new tokens per row are computed by transformers.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
