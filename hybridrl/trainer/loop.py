@@ -28,6 +28,7 @@ from hybridrl.framework.context import OnlineRLContext
 from hybridrl.framework.stage import DeviceSlots, Stage, StageFn, Wrapper
 from hybridrl.single_controller.local_worker_group import LocalWorkerGroup, launch_locally
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
+from hybridrl.system.collector import collect_as_usual
 from hybridrl.trainer import recovery
 from hybridrl.trainer.checkpoint.fingerprint import FINGERPRINT_KEY, run_fingerprint
 from hybridrl.trainer.checkpoint.reading import check_compatible, read_complete_state
@@ -179,6 +180,7 @@ class Trainer:
                 if group.is_new:
                     self.init_role(role)
             self.rank_policy.request_missing()
+            collect_as_usual()
         except BaseException:
             self.shutdown()
             raise

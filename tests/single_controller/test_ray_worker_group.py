@@ -19,6 +19,7 @@ from hybridrl.single_controller.ray_worker_group import (
     create_colocated_worker_cls,
     create_colocated_worker_raw_cls,
 )
+from hybridrl.system.collector import STARTUP_THRESHOLD
 from tests.support.single_controller.sample_workers import PEERS_SLEEP_S, Adder, Doubler, QuietAdder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -57,6 +58,14 @@ def test_every_worker_has_its_rank_and_runs_in_its_own_process(adders):
     workers = adders.rank_and_pid()
     assert [(rank, size) for rank, size, _ in workers] == [(0, 2), (1, 2)]
     assert [pid for *_, pid in workers] == adders.process_ids and len(set(adders.process_ids)) == 2
+
+
+def test_a_process_collects_garbage_seldom_until_its_first_call_has_ended():
+    with RayResourcePool([1], use_gpu=False, name_prefix="collecting") as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 100), role="adder")
+        [first], [second] = group.objects_between_collections(), group.objects_between_collections()
+        group.shutdown()
+    assert first == STARTUP_THRESHOLD > second
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 5])

@@ -28,6 +28,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from hybridrl.errors import JournalError
+from hybridrl.master.service.private_directory import make_directory
 from hybridrl.master.state.events import (
     CheckpointCommitted,
     Effect,
@@ -41,7 +42,6 @@ from hybridrl.master.state.events import (
 )
 from hybridrl.master.state.reducer import JobState, from_json, reduce, to_json
 from hybridrl.system.atomic_write import atomic_write
-from hybridrl.system.private_directory import make_directory
 
 logger = logging.getLogger(__name__)
 EVENTS, SNAPSHOT = "events-", "snapshot-"

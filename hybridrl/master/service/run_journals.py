@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hybridrl.errors import JournalError
 from hybridrl.master.service.journal import EVENTS, replay
+from hybridrl.master.service.private_directory import check_private, private_root
 from hybridrl.single_controller.cluster import MASTER
-from hybridrl.system.private_directory import check_private, private_root
 
 JOURNAL_ROOT = os.path.join(private_root(), "jobs")  # of submitted jobs
 

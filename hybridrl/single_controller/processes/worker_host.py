@@ -33,6 +33,7 @@ from hybridrl.single_controller.monitoring.tracing import DIRECTORY_VARIABLE, ca
 from hybridrl.single_controller.processes.array_store import share_arrays
 from hybridrl.single_controller.references import materialize, resolve_awaitable
 from hybridrl.single_controller.worker import RankInfo, Worker
+from hybridrl.system.collector import collect_as_usual, collect_seldom
 from hybridrl.system.rendezvous import reserve_address
 
 MAX_REPORTED_CALLS = 50  # per heartbeat
@@ -83,6 +84,7 @@ class WorkerHost:
         self.finished_calls: deque[tuple[str, float]] = deque(maxlen=MAX_REPORTED_CALLS)
         self.fencing_token = 1
         self.ready: set[str] = set()
+        collect_seldom()  # `setup` and the first call import most libraries
 
     def rendezvous(self, one_machine: bool = False) -> tuple[str, int]:
         """Return host and port at which rank 0 of a group listens.
@@ -239,6 +241,7 @@ class WorkerHost:
         finally:
             del self.running[number]
             PROCESS.work = None
+            collect_as_usual()
             seconds = time.perf_counter() - call.start
             self.busy_s[name] = self.busy_s.get(name, 0.0) + seconds
             self.finished_calls.append((name, seconds))

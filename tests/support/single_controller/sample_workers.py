@@ -1,6 +1,7 @@
 """Worker classes that the tests of the single controller run in real processes."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -42,6 +43,10 @@ class Adder(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def rank_and_pid(self) -> tuple[int, int, int]:
         return self.rank, self.world_size, os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def objects_between_collections(self) -> int:
+        return gc.get_threshold()[0]
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def add(self, data: DataProto) -> DataProto:

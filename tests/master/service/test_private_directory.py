@@ -8,7 +8,7 @@ import pytest
 from hybridrl.errors import ConfigError
 from hybridrl.master.service import run_journals
 from hybridrl.master.service.journal import JournaledState
-from hybridrl.system.private_directory import make_directory, private_root
+from hybridrl.master.service.private_directory import make_directory, private_root
 
 
 @pytest.fixture
