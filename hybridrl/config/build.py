@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from itertools import accumulate
 from typing import Any, TypeVar, get_args, get_origin
 
 from hybridrl import config as settings
@@ -114,7 +115,7 @@ def override_problem(schema: type, name: str) -> str | None:
     known = introspection.keys(schema)
     if name in known or name in {section.name for section in introspection.sections(schema)}:
         return None
-    parent = next((known[name[:dot]] for dot in _dot_positions(name) if name[:dot] in known), None)
+    parent = next((known[prefix] for prefix in accumulate(name.split("."), "{}.{}".format) if prefix in known), None)
     if parent is None:
         return settings.suggest_key(name, known)
     return None if parent.free else f"{name}: {parent.name} is one value ({parent.type_name}) and has no keys below it"
@@ -130,7 +131,7 @@ def convert(value: Any, key: introspection.SettingSpec) -> Any:
         if key.optional:
             return None
         way_out = "; leave the setting out for none" if key.default == [] else ""
-        raise InvalidValue(f"must be {_expected_text(key)}, not null{way_out}")
+        raise InvalidValue(f"must be {TYPE_WORDS.get(key.type, f'a {key.type_name}')}, not null{way_out}")
     if key.optional and value in ("None", "none"):
         raise InvalidValue("write null for no value")
     kind, args = get_origin(key.type), get_args(key.type)
@@ -226,11 +227,3 @@ def _allowed(value: Any, key: introspection.SettingSpec) -> Any:
         bounds = (f"{introspection.BOUND_SIGNS[sign]} {limit:g}" for sign, limit in key.bounds.items())
         raise InvalidValue(f"must be {' and '.join(bounds)}")
     return value
-
-
-def _expected_text(key: introspection.SettingSpec) -> str:
-    return TYPE_WORDS.get(key.type, f"a {key.type_name}")
-
-
-def _dot_positions(name: str) -> Iterator[int]:
-    return (index for index, letter in enumerate(name) if letter == ".")

@@ -79,11 +79,8 @@ def sample_weights(version: int) -> list[NamedTensor]:
     generator = torch.Generator().manual_seed(version)
     shapes: dict[str, tuple[int, ...]] = {"embed": (700 if version < 3 else 2000, 500), "norm": (17,), "scale": ()}
     shapes |= {"none": (0, 4), **{f"block.{number}": (50 + number, 101) for number in range(40)}}
-    return [*((name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()), _integers(version)]
-
-
-def _integers(version: int) -> NamedTensor:
-    return "steps", torch.arange(version, version + 5)
+    weights = [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+    return [*weights, ("steps", torch.arange(version, version + 5))]
 
 
 def digest(tensors: Iterator[NamedTensor] | list[NamedTensor] | IncomingWeights) -> Digest:

@@ -62,15 +62,12 @@ def _mini_batches(data: DataProto, plan: UpdatePlan) -> list[np.ndarray]:
     episodes = columns[plan.EPISODE].numpy() if plan.EPISODE in columns.keys() else np.arange(len(data))
     units = _in_order_of_first_rows(episodes)
     num_units = int(units.max(initial=-1)) + 1
-    order = np.arange(num_units) if plan.shuffle_seed is None else _shuffled(num_units, plan.shuffle_seed)
+    seed = plan.shuffle_seed
+    order = np.arange(num_units) if seed is None else np.random.default_rng(seed).permutation(num_units)
     place_of_row = np.argsort(order)[units]
     rows, size = np.argsort(place_of_row, kind="stable"), plan.mini_batch_size or max(1, num_units)
     starts = np.searchsorted(place_of_row[rows], np.arange(0, num_units, size))
     return np.split(rows, starts[1:]) if num_units else []
-
-
-def _shuffled(number: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(number)
 
 
 def _in_order_of_first_rows(labels: np.ndarray) -> np.ndarray:

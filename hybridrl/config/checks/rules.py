@@ -138,7 +138,7 @@ def data_file_problems(config: PPOConfig | SupervisedConfig) -> Problems:
 def missing_files(key: str, paths: Sequence[str]) -> Problems:
     """Yield files of the setting `data.key` that do not exist."""
     for path in paths:
-        if _is_missing(path) and HubData.named(path) is None:
+        if "://" not in path and not Path(path).exists() and HubData.named(path) is None:
             yield f"data.{key}={path}: there is no such file{_tilde_hint(path)}"
 
 
@@ -288,11 +288,6 @@ def _run_name_problems(trainer: TrainerConfig) -> Problems:
 def ppo_only_problems(config: SupervisedConfig) -> Problems:
     """Yield driver settings that have an effect in main_ppo only."""
     yield from idle_problems(config, *PPO_ONLY, why="here, only in main_ppo; leave it out")
-
-
-def _is_missing(path: str) -> bool:
-    """Return whether a local file does not exist; URLs such as s3://... are not checked."""
-    return "://" not in path and not Path(path).exists()
 
 
 def _tilde_hint(path: str) -> str:

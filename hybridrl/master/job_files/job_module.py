@@ -36,7 +36,8 @@ def job_of_module(path: Path, name: str | None = None) -> Job:
         if name is not None:
             return _named(module, name, found)
         jobs = {key: job for key, value in found.items() if (job := _complete(value, alone=len(found) == 1))}
-    distinct = {key: job for i, (key, job) in enumerate(jobs.items()) if job.spec not in _specs(jobs, i)}
+    specs = [job.spec for job in jobs.values()]
+    distinct = {key: job for i, (key, job) in enumerate(jobs.items()) if job.spec not in specs[:i]}
     if not distinct:
         raise ConfigError(f"{path} has no job; {HINT}")
     if len(distinct) > 1:
@@ -44,10 +45,6 @@ def job_of_module(path: Path, name: str | None = None) -> Job:
             f"{path} has {len(distinct)} jobs: {', '.join(distinct)}; name one of them: {path}:{next(iter(distinct))}"
         )
     return next(iter(distinct.values()))
-
-
-def _specs(jobs: dict[str, Job], number: int) -> list[Any]:
-    return [job.spec for job in list(jobs.values())[:number]]
 
 
 def _describes_job(module: ModuleType, key: str, value: Any) -> bool:

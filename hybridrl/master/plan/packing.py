@@ -94,14 +94,10 @@ def _single_units(reservations: Sequence[Reservation], machines: Sequence[NodeCa
 def _node_pairs(units: Sequence[Unit], first: str, second: str) -> list[Pair]:
     """Pair the nodes of two pools by number. The pool with fewer nodes is repeated."""
     names = {pool: [one.name for unit in units for one in unit if one.pool == pool] for pool in (first, second)}
-    one, other = (sorted(names[pool], key=_node_number) for pool in (first, second))
+    one, other = (sorted(names[pool], key=lambda name: int(name.rpartition("-")[2])) for pool in (first, second))
     return (
         [(one[i % len(one)], other[i % len(other)]) for i in range(max(len(one), len(other)))] if one and other else []
     )
-
-
-def _node_number(name: str) -> int:
-    return int(name.rpartition("-")[2])
 
 
 def _join(units: Sequence[Unit], pairs: Sequence[Pair]) -> list[Unit]:

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from hybridrl.errors import ConfigError, WorkerLost
 from hybridrl.serving.agent_loop.tools.tool_threads import ToolHangs, call_in_thread
-from hybridrl.serving.continuation import PolicyClient, generate_in_chunks
+from hybridrl.serving.continuation import generate_in_chunks
 from hybridrl.serving.openai.access import API_KEY_VARIABLE, api_key_of_environment, check_access
 from hybridrl.serving.openai.agent_routes import episode_routes, session_of, session_routes
 from hybridrl.serving.openai.apis.api import Api, Event
@@ -277,7 +277,8 @@ class Endpoint:
 
         async def one(choice: Choice) -> None:
             try:
-                client = self._client_of(choice.completion.session)
+                session = choice.completion.session
+                client = self.router if session is None or session.episode is None else session.episode.client
                 async for chunk in generate_in_chunks(client, choice.request, chunk_tokens=chunk_tokens):
                     await arrived.put((choice, chunk))
             except BaseException as error:
@@ -296,9 +297,6 @@ class Endpoint:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _client_of(self, session: Session | None) -> PolicyClient:
-        return self.router if session is None or session.episode is None else session.episode.client
 
 
 def _parsed(work: Callable[[], Any]) -> Any:

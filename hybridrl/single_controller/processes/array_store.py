@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.data_plane.futures import Fetch, StoredArray, StoredBlock, use_array_store
+from hybridrl.data_plane.futures import Fetch, StoredArray, use_array_store
 from hybridrl.errors import ObjectLost, WorkerLost
 from hybridrl.single_controller.awaiting import wait_all
 from hybridrl.single_controller.invocation import DEFAULT_TIMEOUT_S
@@ -61,12 +61,6 @@ def share_arrays(role: str, rank: int) -> None:
         return (ray.put(arrays), fetch) if ray.is_initialized() else None  # a later run of this process may have no Ray
 
     use_array_store(put)
-    ray.util.register_serializer(StoredArray, serializer=_as_reference, deserializer=_from_reference)
-
-
-def _as_reference(array: StoredArray) -> tuple[StoredBlock, int]:
-    return array.block, array.index
-
-
-def _from_reference(parts: tuple[StoredBlock, int]) -> StoredArray:
-    return StoredArray(*parts)
+    ray.util.register_serializer(
+        StoredArray, serializer=lambda array: (array.block, array.index), deserializer=lambda parts: StoredArray(*parts)
+    )

@@ -56,7 +56,7 @@ def preview_stages(specs: Iterable[StageSpec], config: PPOConfig) -> list[StageS
     """Return the specs of the loop's stages after `trainer.middleware` is applied; runs no stage."""
     task = Task()
     for spec in specs:
-        task.use(with_spec(_nothing, spec))
+        task.use(with_spec(lambda ctx: None, spec))
     for change in load_middleware(config.trainer.middleware):
         change(task, TrainerStub(config))
     return task.stages
@@ -70,10 +70,6 @@ class TrainerStub:
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(f"trainer.middleware: trainer.{name} exists only while the loop runs; use it inside a stage")
-
-
-def _nothing(ctx: Any) -> None:
-    pass
 
 
 Condition = Callable[[Any], bool]  # of a trainer's settings, for PPO of `StepSettings`

@@ -134,7 +134,8 @@ class StepRecorder:
             far = len(scores) >= SPIKE_STEPS and abs(score - fmean(scores)) > SPIKE_SIGMAS * pstdev(scores) > 0
             if far and "spike" in self._kinds:
                 yield "spike"
-        if "nonfinite" in self._kinds and (_has_skipped(ctx.metrics) or any(map(_has_nan, self._outputs))):
+        skipped = any(value > 0 for name, value in ctx.metrics.items() if name.endswith("/skipped"))
+        if "nonfinite" in self._kinds and (skipped or any(map(_has_nan, self._outputs))):
             yield "nonfinite"
 
     def keep(self, ctx: Any, why: list[str]) -> None:
@@ -226,10 +227,6 @@ def _on_refusal(keep: Callable[[], None]) -> Iterator[None]:
     except HybridRLError:
         keep()
         raise
-
-
-def _has_skipped(metrics: Mapping[str, float]) -> bool:
-    return any(value > 0 for name, value in metrics.items() if name.endswith("/skipped"))
 
 
 def _has_nan(output: StageOutput) -> bool:
