@@ -13,6 +13,7 @@ os.environ.update(
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name is Ray's
 os.environ["HYBRIDRL_CHECK_STAGES"] = "1"  # every stage is compared with its declaration, see run/column_check.py
 
+import gc
 import random
 import resource
 import sys
@@ -26,6 +27,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.set_threshold(20_000)  # new objects between two collections; with Python's 700 they take a tenth of the tests' time
 sys.dont_write_bytecode = False  # this process has read the variable
 
 # The files that take longest, by seconds: pytest-xdist hands files out in this order, so that none of them begins

@@ -17,7 +17,9 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="the module vl
 NUM_CHECKS = {"hf": 19, "vllm": 19, TOY: 15}  # of them four need what the toy does not declare
 
 
-@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm]), TOY])
+@pytest.mark.parametrize(
+    "name", ["hf", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow, needs_vllm]), TOY]
+)
 @pytest.mark.timeout(240)
 def test_a_rollout_passes_every_check_for_what_it_declares(name):
     assert len(check_rollout(rollout_class(name))) == NUM_CHECKS[name]

@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from hybridrl.workers.process_setup import ALLOCATOR_VARIABLES
+from hybridrl.workers.process_setup import ALLOCATOR_VARIABLES, collective_timeout, join_process_group
+from tests.support.ranks import fork_ranks
 
 # Page faults of making and dropping tensors of 64 MiB, after a few rounds that get the memory.
 PROGRAM = """
@@ -40,33 +44,26 @@ def test_a_worker_keeps_the_memory_of_large_tensors_unless_the_user_says_otherwi
     assert page_faults(set_up=True, MALLOC_TRIM_THRESHOLD_="131072") > untouched / 2
 
 
-GROUPS = """
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from hybridrl.config.schema.workers import MegatronConfig
-from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel
-from hybridrl.workers.process_setup import collective_timeout, join_process_group
+def times_of_groups(rank: int, folder: Path) -> None:
+    """Write the seconds that the collectives of two worlds wait, each of the engine's own group and of Megatron's."""
+    from megatron.core import parallel_state
 
-found = []
-for call_timeout_s in (45.0, 30.0):
-    join_process_group("cpu", call_timeout_s=call_timeout_s)
-    init_model_parallel(MegatronConfig(), device="cpu", seed=0)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    found += [collective_timeout(), pipeline._get_backend(torch.device("cpu")).options._timeout]
-    assert parallel_state.is_pipeline_last_stage()
-    dist.destroy_process_group()
-print([timeout.total_seconds() for timeout in found])
-"""
+    from hybridrl.config.schema.workers import MegatronConfig
+    from hybridrl.workers.engine.megatron.parallel_groups import init_model_parallel
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "1"}
+    found = []
+    for call_timeout_s in (45.0, 30.0):
+        join_process_group("cpu", call_timeout_s=call_timeout_s)
+        init_model_parallel(MegatronConfig(), device="cpu", seed=0)
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        found += [collective_timeout(), pipeline._get_backend(torch.device("cpu")).options._timeout]
+        assert parallel_state.is_pipeline_last_stage()
+        dist.destroy_process_group()
+    (folder / "seconds").write_text(str([timeout.total_seconds() for timeout in found]))
 
 
-def test_collectives_have_twice_the_time_of_a_call_in_megatrons_groups_too_and_in_those_of_a_second_world():
+def test_collectives_have_twice_the_time_of_a_call_in_megatrons_groups_too_and_in_those_of_a_second_world(tmp_path):
     pytest.importorskip("megatron.core")
-    done = subprocess.run(
-        [sys.executable, "-c", GROUPS],
-        env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.stdout.splitlines()[-1:] == ["[90.0, 90.0, 60.0, 60.0]"], done.stderr
+    assert fork_ranks(times_of_groups, 1, tmp_path, timeout_s=200) == [0]
+    assert (tmp_path / "seconds").read_text() == "[90.0, 90.0, 60.0, 60.0]"

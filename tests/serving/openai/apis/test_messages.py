@@ -1,12 +1,11 @@
 """Anthropic's Messages API by Anthropic's own client: blocks, tools, events, errors, counts of tokens."""
 
 import json
+from functools import partial
 
 import pytest
 
 from hybridrl.serving.sessions.rows import session_rows
-
-anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed; vLLM brings it")
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -15,12 +14,23 @@ CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "description": "A
 QUESTION = {"role": "user", "content": [{"type": "text", "text": "How many?", "cache_control": {"type": "ephemeral"}}]}
 
 
-def client_of(site, session: str | None = None, **changes) -> "anthropic.Anthropic":
+@pytest.fixture(scope="module")
+def anthropic():
+    """The package. It takes seconds to import, and every process of the tests collects this file."""
+    return pytest.importorskip("anthropic", reason="Anthropic's client is not installed; vLLM brings it")
+
+
+@pytest.fixture
+def client_of(anthropic):
+    return partial(connect, anthropic)
+
+
+def connect(anthropic, site, session: str | None = None, **changes):
     url = f"http://127.0.0.1:{site.endpoint.port}" if session is None else site.url(session)
     return anthropic.Anthropic(base_url=url, **({"api_key": "none", "max_retries": 0, "timeout": 60} | changes))
 
 
-def test_an_answer_is_that_of_a_chat_with_the_same_messages(site):
+def test_an_answer_is_that_of_a_chat_with_the_same_messages(site, client_of):
     sampled = {"model": "tiny", "max_tokens": 9}
     extra = {"top_p": 0.9, "temperature": 0.8, "top_k": 20, "seed": 5, "ignore_eos": True}  # the client lacks them
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
@@ -36,7 +46,7 @@ def test_an_answer_is_that_of_a_chat_with_the_same_messages(site):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_tools_are_used_and_their_results_continue_the_tokens_that_were_drawn(site, is_streamed):
+def test_tools_are_used_and_their_results_continue_the_tokens_that_were_drawn(site, is_streamed, client_of):
     session, script = site.open_episode([f"I look. {CALL}{CALL.replace('1', '5')}", "It is 3."])
     client, messages = client_of(site, session.name), [QUESTION]
     asked = {"model": "tiny", "max_tokens": 250, "tools": TOOLS, "system": "Be brief."}
@@ -60,7 +70,7 @@ def test_tools_are_used_and_their_results_continue_the_tokens_that_were_drawn(si
     assert row.prompt_ids + row.response_ids == [*script.requests[-1].prompt_ids, *session.turns[1].token_ids]
 
 
-def test_a_conversation_that_a_chat_has_begun_goes_on(site):
+def test_a_conversation_that_a_chat_has_begun_goes_on(site, client_of):
     session, script = site.open_episode([CALL, "It is 3."])
     asked = {"role": "user", "content": "How many?"}
     chat = site.client_of(session.name).chat.completions
@@ -75,7 +85,7 @@ def test_a_conversation_that_a_chat_has_begun_goes_on(site):
     assert text.index("<tool_response>\n3") < text.index("And now?")
 
 
-def test_a_stop_text_ends_an_answer_and_is_named(site):
+def test_a_stop_text_ends_an_answer_and_is_named(site, client_of):
     session, _ = site.open_episode(["one, two, three"])
     answer = client_of(site, session.name).messages.create(
         model="tiny", max_tokens=5, messages=[QUESTION], stop_sequences=["!"]
@@ -89,7 +99,7 @@ def test_a_stop_text_ends_an_answer_and_is_named(site):
     assert whole.content[0].text == free[: free.index(stop)]
 
 
-def test_a_stream_has_the_documented_events_in_their_order(site):
+def test_a_stream_has_the_documented_events_in_their_order(site, client_of):
     session, _ = site.open_episode([f"I look again and again and again, for long. {CALL}"])
     stream = client_of(site, session.name).messages.create(
         model="tiny", max_tokens=200, messages=[QUESTION], tools=TOOLS, stream=True
@@ -123,14 +133,16 @@ def test_a_stream_has_the_documented_events_in_their_order(site):
         ({"stop": "x"}, "there is no parameter 'stop'"),
     ],
 )
-def test_a_parameter_that_is_not_supported_is_named_in_an_error_of_this_api(site, changes, message):
+def test_a_parameter_that_is_not_supported_is_named_in_an_error_of_this_api(
+    anthropic, site, changes, message, client_of
+):
     body = {"model": "tiny", "messages": [QUESTION], "max_tokens": 8} | changes
     with pytest.raises(anthropic.BadRequestError, match=message) as refused:
         client_of(site).post("/v1/messages", body=body, cast_to=object)
     assert refused.value.body["type"] == "error" and refused.value.body["error"]["type"] == "invalid_request_error"
 
 
-def test_other_errors_have_this_apis_types(site, monkeypatch):
+def test_other_errors_have_this_apis_types(anthropic, site, monkeypatch, client_of):
     asked = {"model": "gpt", "max_tokens": 5, "messages": [QUESTION]}
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'gpt'") as refused:
         client_of(site).messages.create(**asked)

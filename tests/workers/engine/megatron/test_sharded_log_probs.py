@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.algos.token_stats import VocabularyShard, token_stats, token_stats_of_states
-from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats
 from tests.support.ranks import fork_ranks
 
 VOCABULARY, TEMPERATURE = 10, 0.7  # padded to 12 columns, 6 on each process
@@ -31,6 +30,8 @@ def padded(weight_VH):
 
 
 def peer(rank: int, folder: str) -> None:
+    from hybridrl.workers.engine.megatron.sharded_log_probs import sharded_token_stats  # imports megatron-core
+
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     logits_NV, labels_N = inputs()
     shard_Nv = logits_NV[:, rank * 6 : rank * 6 + 6].clone().requires_grad_()

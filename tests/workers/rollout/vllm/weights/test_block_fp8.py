@@ -69,7 +69,9 @@ def pushed(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor.clone()) for name, tensor in quantized_weights(model.named_parameters(), FP8)]
 
 
-@pytest.mark.parametrize("config", [EXPERTS, DENSE], ids=["experts", "dense"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(EXPERTS, id="experts"), pytest.param(DENSE, id="dense", marks=pytest.mark.slow)]
+)
 def test_a_rollout_computes_with_the_values_and_scales_of_every_push(tmp_path, config):
     torch.set_num_threads(1)
     path = save(config, tmp_path)
