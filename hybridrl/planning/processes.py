@@ -24,7 +24,7 @@ from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, Memor
 from hybridrl.workers.engine.model_shape import ModelShape
 
 MIB = 2**20
-TILE_BYTES = {"cuda": 256 * MIB, "cpu": 4 * MIB}  # of float32 logits, see algos/token_stats/from_states.py
+TILE_BYTES = {"cuda": 256 * MIB, "cpu": 8 * MIB}  # of float32 logits, see algos/token_stats/from_states.py
 FLOAT32 = 4
 BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 KEYS_AND_VALUES = 2

@@ -424,6 +424,7 @@ def test_swapped_rows_keep_their_questions_and_have_pictures_of_other_rows():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(960)
 def test_the_example_learns_what_only_the_pictures_say_and_nothing_from_pictures_of_other_rows(tmp_path):
     command = ["bash", str(ROOT / "examples" / "vision" / "run.sh"), str(tmp_path)]
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
