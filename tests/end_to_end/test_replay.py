@@ -108,6 +108,7 @@ def test_a_commit_that_fails_after_the_end_of_its_step_keeps_nothing(tmp_path, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_debugger_stops_before_each_stage_and_goes_on(one_rank):
     command = [sys.executable, "-m", "hybridrl.cli", "replay", str(one_rank), "3", "--trust-remote-code", "--pdb"]
     typed = "c\np name, len(ctx.batch)\n" + "c\n" * 20

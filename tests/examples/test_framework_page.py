@@ -44,6 +44,7 @@ def test_a_block_with_processes_runs_as_a_script_that_starts_ray_itself(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_the_recipe_of_two_programs_runs_in_any_order(ray_cluster, tmp_path):
     import ray
 

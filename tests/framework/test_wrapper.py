@@ -98,7 +98,7 @@ def test_a_program_shows_its_lines_without_any_setting_of_logging(settings):
         [sys.executable, "-c", PROGRAM.format(settings=settings)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=100,
         check=True,
     )
     assert done.stderr.count("stage print took ") == 2

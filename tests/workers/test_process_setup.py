@@ -65,5 +65,5 @@ def times_of_groups(rank: int, folder: Path) -> None:
 
 def test_collectives_have_twice_the_time_of_a_call_in_megatrons_groups_too_and_in_those_of_a_second_world(tmp_path):
     pytest.importorskip("megatron.core")
-    assert fork_ranks(times_of_groups, 1, tmp_path, timeout_s=200) == [0]
+    assert fork_ranks(times_of_groups, 1, tmp_path, timeout_s=100) == [0]
     assert (tmp_path / "seconds").read_text() == "[90.0, 90.0, 60.0, 60.0]"

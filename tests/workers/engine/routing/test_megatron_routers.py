@@ -43,6 +43,7 @@ def by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
+@pytest.mark.timeout(240)
 def test_forced_routes_give_what_one_process_computes(folder, name, num_ranks):
     module = "tests.support.workers.router_replay_rank"
     run_ranks(module, num_ranks, name, folder, log=folder / f"{name}.log", timeout_s=200)
@@ -63,6 +64,7 @@ def test_forced_routes_give_what_one_process_computes(folder, name, num_ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_experts_on_two_ranks_are_those_of_one_after_many_updates(folder):
     """Print the figures: `pytest -s`. With the routers' own choice a near tie may be decided otherwise."""
     module = "tests.support.workers.router_replay_rank"
