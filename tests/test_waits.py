@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "hybridrl"
-TEST_TIMEOUT_S = 120  # of pyproject.toml
+DEADLINES = ("timeout", "timeout_s")  # keyword arguments of a test's calls, in seconds
 RAY_GET_HOMES = {"single_controller/awaiting.py", "single_controller/cluster.py"}
 
 CALL = "a call of workers, or a push: it ends at the deadline of each of its calls"
@@ -310,17 +310,16 @@ def test_every_module_with_a_collective_is_in_the_table_of_waits():
     assert {name for name in found if f"`{name}`" not in table} == {"testing/engine.py"}  # a conformance suite
 
 
-def test_a_test_outlasts_the_deadlines_of_what_it_starts():
+def test_a_test_outlasts_the_deadlines_of_what_it_starts(pytestconfig):
     """Otherwise the test ends first, and what the process printed is not shown."""
-    late = []
+    late, usual = [], float(pytestconfig.getini("timeout"))
     for path in Path(__file__).parent.rglob("test_*.py"):
         module = ast.parse(path.read_text())
-        marks = [
-            ast.unparse(n.value) for n in module.body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)
-        ]
+        of_file = [ast.unparse(n) for n in module.body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)]
         for test in (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_"):
-            own = " ".join([*(ast.unparse(decorator) for decorator in test.decorator_list), *marks])
-            limit = max([float(number) for number in re.findall(r"mark\.timeout\((\d+)", own)] or [TEST_TIMEOUT_S])
-            waits = [node.value for node in ast.walk(test) if isinstance(node, ast.keyword) and node.arg == "timeout"]
-            late += [(path.name, test.name) for wait in waits if isinstance(wait, ast.Constant) and wait.value > limit]
+            marks = " ".join([*map(ast.unparse, test.decorator_list), *of_file])
+            limit = max(map(float, re.findall(r"mark\.timeout\((\d+)", marks)), default=usual)
+            waits = [node for node in ast.walk(test) if isinstance(node, ast.keyword) and node.arg in DEADLINES]
+            seconds = [node.value.value for node in waits if isinstance(node.value, ast.Constant)]
+            late += [(path.name, test.name, wait) for wait in seconds if wait is not None and wait > limit]
     assert late == []

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from hybridrl import cli, main_ppo
+from hybridrl.algos.token_stats.from_states import CPU_TILE, DEVICE_TILE
 from hybridrl.cli.plan import faster_dtype
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import compose_settings
 from hybridrl.planning import Devices, candidates, plan_processes, with_settings
 from hybridrl.planning.costs import Costs, Device, Model
 from hybridrl.planning.machine import this_machine
+from hybridrl.planning.processes import FLOAT32, TILE_BYTES
 from hybridrl.testing.engine_reference import save_tiny_qwen2
 from hybridrl.workers.engine.model_shape import ModelShape
 
@@ -307,3 +309,7 @@ def test_a_prompt_of_several_rows_is_computed_once_where_they_share_it():
     assert apart.generate_s([0] * 8) == pytest.approx(prefill)
     assert shared.generate_s([0] * 8) == pytest.approx(prefill / 4)
     assert shared.generate_s([0] * 8, done=10) == pytest.approx(prefill / 4 + prefill / 10)
+
+
+def test_the_plan_counts_the_tiles_of_logits_that_are_computed():
+    assert TILE_BYTES == {"cuda": DEVICE_TILE * FLOAT32, "cpu": CPU_TILE * FLOAT32}

@@ -45,7 +45,7 @@ def test_a_worker_keeps_the_memory_of_large_tensors_unless_the_user_says_otherwi
 
 
 def times_of_groups(rank: int, folder: Path) -> None:
-    """Write the seconds that the collectives of two worlds wait, each of the engine's own group and of Megatron's."""
+    """Write the seconds that collectives of two worlds wait: the engine's own, then Megatron's."""
     from megatron.core import parallel_state
 
     from hybridrl.config.schema.workers import MegatronConfig

@@ -136,7 +136,7 @@ def data_file_problems(config: PPOConfig | SupervisedConfig) -> Problems:
 
 
 def missing_files(key: str, paths: Sequence[str]) -> Problems:
-    """Yield files of the setting `data.key` that do not exist."""
+    """Yield files of the setting `data.key` that do not exist; URLs such as s3://... are not checked."""
     for path in paths:
         if "://" not in path and not Path(path).exists() and HubData.named(path) is None:
             yield f"data.{key}={path}: there is no such file{_tilde_hint(path)}"

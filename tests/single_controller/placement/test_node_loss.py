@@ -32,9 +32,11 @@ def test_a_reservation_that_ray_has_no_node_for_is_made_again_and_the_error_name
 def test_a_local_cluster_has_room_for_snapshots_and_the_loss_of_its_node_is_said_at_once():
     command = [sys.executable, "-m", "tests.support.single_controller.only_node"]
     done = subprocess.run(command, cwd=ROOT, timeout=200, capture_output=True, text=True)
-    [room] = [int(line.partition(" ")[0]) for line in done.stdout.splitlines() if line.endswith(" bytes")]
-    available = min(memory_bytes(), os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize)
-    assert room > 0.05 * available  # more than a toy needs; Ray takes a part of what no other program uses
+    [line] = [line for line in done.stdout.splitlines() if line.endswith(" bytes")]
+    room, free = int(line.split()[0]), int(line.split()[2])
+    shared_memory = os.statvfs("/dev/shm")
+    available = min(free, memory_bytes(), shared_memory.f_bavail * shared_memory.f_frsize)
+    assert room > 0.2 * available  # two snapshots of a step of a real model take gigabytes
     [line] = [line for line in done.stdout.splitlines() if " s: " in line]
     seconds, _, text = line.partition(" s: ")
     assert float(seconds) < 80  # not the 90 s that another node may need

@@ -1,11 +1,13 @@
 """A pool on a cluster of one node, whose raylet is killed: `python -m tests.support.single_controller.only_node`.
 
-Prints the room for objects on the node, then the error of `replace_lost_nodes`, and the seconds that it took.
+Prints the node's room for objects beside the memory that was free, then the error of `replace_lost_nodes` and the
+seconds that it took.
 """
 
 import os
 import signal
 import time
+from pathlib import Path
 
 import ray
 
@@ -24,8 +26,9 @@ def raylet() -> int:
 
 
 if __name__ == "__main__":
+    [free] = [line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if line[:12] == "MemAvailable"]
     start_local_cluster()
-    print(f"{int(ray.cluster_resources()['object_store_memory'])} bytes", flush=True)
+    print(f"{int(ray.cluster_resources()['object_store_memory'])} of {int(free) * 1024} bytes", flush=True)
     pool = RayResourcePool([1], name_prefix="only")
     pool.get_placement_groups()
     os.kill(raylet(), signal.SIGKILL)
