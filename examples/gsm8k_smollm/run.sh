@@ -23,7 +23,7 @@ DTYPE=${DTYPE:-$($PYTHON -c 'from hybridrl.planning.machine import this_machine 
 [ -f "$OUT/data/sft_train.parquet" ] || $PYTHON -m examples.gsm8k_smollm.make_sft_data --data "$OUT/data"
 
 measure() { # name, model
-  [ ! -d "$OUT/eval_$1/samples" ] || return 0
+  ! compgen -G "$OUT/eval_$1/samples/*.jsonl" >/dev/null || return 0
   echo "== $SAMPLES answers to each of $QUESTIONS questions of the test split: $1"
   $PYTHON -m hybridrl.cli eval "$OUT/data/test.parquet" "$2" --n "$SAMPLES" --output "$OUT/eval_$1" \
     data.val_max_samples="$QUESTIONS" \

@@ -38,7 +38,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name}={getattr(arguments, name)}: must be 1 or more")
     folder = Path(arguments.output or f"outputs/eval/{Path(arguments.task).stem}")
-    if (folder / "samples").exists():
+    if any((folder / "samples").glob("*.jsonl")):
         raise ConfigError(f"--output {folder}: has samples already; choose another directory")
     if "://" in arguments.model:
         return _evaluate_endpoint(arguments, folder)

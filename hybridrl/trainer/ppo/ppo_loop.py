@@ -18,6 +18,7 @@ from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import CheckpointError
 from hybridrl.framework.context import OnlineRLContext
 from hybridrl.framework.stage import DeviceSlots, Wrapper
+from hybridrl.framework.status import reporting
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 from hybridrl.trainer import ppo, recovery, step_record
@@ -269,7 +270,9 @@ class PPOLoop(Trainer):
         """Validate if configured, and train."""
         trainer = self.config.trainer
         if trainer.val_only or (trainer.val_before_train and self.global_steps == 0 and self.val_dataset is not None):
-            self.tracking.log(validate(self, step=self.global_steps), self.global_steps)
+            with reporting("validation"):
+                metrics = validate(self, step=self.global_steps)
+            self.tracking.log(metrics, self.global_steps)
         if trainer.val_only:
             return
         super().run_remaining_steps()

@@ -21,7 +21,6 @@ from hybridrl.trainer.run import samples
 from hybridrl.trainer.run.setup import run_directory
 
 logger = logging.getLogger(__name__)
-MIN_LOGGED_S = 2.0  # of a validation: shorter ones need no progress
 
 
 def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataProto] | None = None) -> dict[str, float]:
@@ -50,7 +49,9 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
         examples = {example["data_source"]: example for example in samples.first_examples(batch, rows)} | examples
         records.extend(rows)
         num_tokens += int(batch.batch["response_mask"].sum())
-        _log_progress(len(records), n * len(trainer.val_dataset), num_tokens, time.monotonic() - started_at)
+        if (seconds := time.monotonic() - started_at) >= 2.0:  # a shorter validation needs no progress
+            done = f"{len(records)} of {n * len(trainer.val_dataset)} responses in {seconds:.0f} s"
+            logger.info("validated %s (%.0f generated tokens/s)", done, num_tokens / seconds)
     if generate is None:
         trainer.policy.sleep_rollout()
     if config.trainer.validation_data_dir:
@@ -58,13 +59,6 @@ def validate(trainer: Any, *, step: int, generate: Callable[[DataProto], DataPro
     _show(list(examples.values())[: samples.MAX_EXAMPLES], step=step, directory=run_directory(config.trainer))
     values = {k: v for k, v in columns.items() if k not in ("data_source", "uid")}
     return validation_metrics(columns["data_source"], columns["uid"], values)
-
-
-def _log_progress(done: int, total: int, tokens: int, seconds: float) -> None:
-    """Log how far a validation is, if it takes long enough to wait for."""
-    if seconds >= MIN_LOGGED_S:
-        speed = tokens / seconds
-        logger.info("validated %d of %d responses in %.0f s (%.0f generated tokens/s)", done, total, seconds, speed)
 
 
 def check_evaluator(trainer: Any, version: int, weights: Any) -> None:

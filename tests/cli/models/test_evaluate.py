@@ -1,6 +1,8 @@
 """`hybridrl eval`: a model, and the same model behind an endpoint."""
 
 import json
+import re
+from functools import partial
 
 import pytest
 
@@ -8,9 +10,11 @@ from hybridrl import Role, cli
 from hybridrl.cli.models.evaluate import default_length, run_settings
 from hybridrl.config import PPOConfig, load_config
 from hybridrl.evaluation.estimates import grouped
+from hybridrl.framework.status import reporting
 from hybridrl.main_ppo import worker_classes
 from hybridrl.serving.openai.standalone import StandaloneModel
 from hybridrl.trainer.data.row_files import prompt_table, write_table
+from hybridrl.trainer.ppo import ppo_loop
 from hybridrl.workers.rollout import make_rollout
 from tests.support.end_to_end.runs import settings, write_reward
 from tests.support.serving.site import Site
@@ -31,6 +35,18 @@ def test_a_model_is_evaluated_with_all_samples_kept(tmp_path, tiny_qwen2, monkey
     assert "last checkpoint" not in shown and "step 0" not in shown and "validation  openai/gsm8k" in shown
     assert cli.main([*command, *lengths, *own]) == 2
     assert "out: has samples already" in capsys.readouterr().err
+
+
+def test_an_evaluation_says_how_far_it_is_and_one_that_was_stopped_can_start_again(
+    tmp_path, tiny_qwen2, monkeypatch, caplog
+):
+    monkeypatch.setattr(ppo_loop, "reporting", partial(reporting, first_s=0.02, period_s=0.02))
+    words = [word for word in settings(tmp_path, tiny_qwen2) if word.startswith(("custom_reward", "data.val_files"))]
+    command = ["eval", words[0].split("=")[1], str(tiny_qwen2), "--output", str(tmp_path / "out"), *words[1:]]
+    (tmp_path / "out" / "samples").mkdir(parents=True)  # as a program that was killed leaves it
+    assert cli.main([*command, "data.max_response_length=64", "trainer.num_threads=1"]) == 0
+    tokens = [int(found) for found in re.findall(r"validation: (\d+) of 320 tokens, \d+ s so far", caplog.text)]
+    assert tokens and tokens == sorted(tokens)
 
 
 def test_a_model_is_evaluated_without_an_actor_and_a_checkpoint_with_one(tmp_path, tiny_qwen2):
