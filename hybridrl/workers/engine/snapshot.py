@@ -72,11 +72,13 @@ def load_engine_state(engine: Engine, snapshot: Mapping[str, Any]) -> None:
 
 def _tensors(state: StateTensors) -> Iterator[torch.Tensor]:
     """Yield this rank's share of every tensor, always in the same order."""
-    for module in state.modules:
-        yield from map(_local, [*module.parameters(), *module.buffers()])
+    own = [tensor for module in state.modules for tensor in (*module.parameters(), *module.buffers())]
+    yield from map(_local, own)
+    known = {*map(id, own)}
     for optimizer in state.optimizers:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            yield _local(parameter)  # may be a float32 copy of the module's own
+            if id(parameter) not in known:
+                yield _local(parameter)  # a float32 copy of the module's own
             for _, value in sorted(optimizer.state[parameter].items()):
                 if isinstance(value, torch.Tensor):
                     yield _local(value)

@@ -72,6 +72,16 @@ def test_a_snapshot_that_is_stored_at_once_needs_no_copy(model):
     assert not addresses & {array.ctypes.data for array in copied["tensors"]}
 
 
+def test_a_parameter_takes_twelve_bytes_once_trained(model):
+    engine = make_engine(model)
+    take_step(engine)
+    params = [parameter for module in engine.state_tensors().modules for parameter in module.parameters()]
+    num_buffers = sum(buffer.nbytes for module in engine.state_tensors().modules for buffer in module.buffers())
+    stored = sum(array.nbytes for array in take_engine_state(engine)["tensors"])
+    counts = 4 * len(params)  # Adam has a number of steps for each
+    assert stored == 12 * sum(parameter.numel() for parameter in params) + num_buffers + counts
+
+
 def test_taking_a_snapshot_changes_nothing(model):
     one, other = make_engine(model), make_engine(model)
     take_engine_state(one)
