@@ -55,7 +55,8 @@ $PYTHON -m hybridrl.main_sft \
   fsdp_config.dtype="$DTYPE" \
   trainer.total_epochs=8 \
   trainer.total_training_steps="$SFT_STEPS" \
-  trainer.save_freq="$SFT_STEPS" \
+  trainer.save_freq=100 \
+  trainer.max_ckpt_to_keep=1 \
   trainer.test_freq="$SFT_STEPS" \
   trainer.logger=[console,jsonl] \
   trainer.seed="$SEED" \
