@@ -18,14 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in MOVED:
         parser.error(f"{argv[0]} is now {MOVED[argv[0]]}")
     arguments, settings = parser.parse_known_args(argv)
-    if settings and arguments.run_command not in (
-        "evaluate",
-        "inspect_file",
-        "plan",
-        "replay",
-        "show_graph",
-        "train",
-    ):
+    if settings and arguments.run_command not in ("evaluate", "inspect_file", "plan", "replay", "show_graph", "train"):
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     arguments.settings = settings
     set_up_logging()

@@ -1,7 +1,7 @@
 """`hybridrl plan`: what a PPO job needs of its devices' memory, and settings that fit. Starts nothing."""
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import Any
@@ -13,10 +13,10 @@ from hybridrl.config import PPOConfig, load_config
 from hybridrl.config.engines import engine_settings
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
-from hybridrl.planning.choices import ACTOR, Candidate, Devices, candidates
+from hybridrl.planning.choices import ACTOR, SNAPSHOTS, Candidate, Devices, candidates
 from hybridrl.planning.costs import DEVICES, Costs, Device, Model, stage_seconds, step_seconds
 from hybridrl.planning.machine import copy_bandwidth, product_speed, this_machine
-from hybridrl.planning.processes import Moment, PlannedProcess
+from hybridrl.planning.processes import Moment, PlannedProcess, snapshot_bytes
 from hybridrl.trainer import ppo
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.ppo.step_settings import StepSettings, computes_old_log_probs
@@ -53,8 +53,9 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.apply:
         show(overrides(best) if best else f"nothing fits: {found[0].problem}\n")
         return 0 if best else 1
-    note = f"of {memory / GIB:.0f} GiB {USABLE:.0%} may be used: "
-    lines = [named.text, "", *memory_table(processes), "", note + (problem or "the job fits as it is"), ""]
+    shared = f", {devices.budget(config, processes) / GIB:.1f} GiB by each process" if device == "cpu" else ""
+    note = f"of {memory / GIB:.0f} GiB {USABLE:.0%} may be used{shared}: {problem or 'the job fits as it is'}"
+    lines = [named.text, "", *memory_table(processes), *snapshots_line(config, processes), "", note, ""]
     end = f"settings of the first that fits:\n{overrides(best)}" if best else "nothing fits; take more devices\n"
     show("\n".join([*lines, *layout_table(found), "", end]))
     show(tower_line(config))
@@ -77,6 +78,13 @@ def memory_table(processes: Iterable[PlannedProcess]) -> list[str]:
         if process.rollout is not None:
             lines.append(f"  keys and values of {process.rollout.cache_tokens:,.0f} tokens")
     return lines
+
+
+def snapshots_line(config: PPOConfig, processes: Iterable[PlannedProcess]) -> Iterator[str]:
+    """Yield a line with the GiB of a step's snapshots, if there are some."""
+    if stored := snapshot_bytes(config, processes):
+        most = f"{SNAPSHOTS * stored / GIB:.2f} GiB while the next one is stored"
+        yield f"  a step's snapshot: {stored / GIB:.2f} GiB of each machine's memory, {most}"
 
 
 def _columns(moment: Moment) -> dict[str, float]:

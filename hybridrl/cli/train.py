@@ -216,12 +216,7 @@ def _planned(words: list[str], found: ThisMachine) -> list[str]:
     if config is None:  # --cfg job has shown the settings
         raise ConfigError("--cfg: add it to the command that `hybridrl train --print` prints")
     validate_config(config)
-    devices = Devices(
-        read_shape=read_shape,
-        device=found.device,
-        memory=found.memory,
-        budget=USABLE * found.memory,
-    )
+    devices = Devices(read_shape=read_shape, device=found.device, memory=found.memory, budget=USABLE * found.memory)
     best = next((candidate for candidate in candidates(config, devices) if not candidate.problem), None)
     if best is None:
         raise ConfigError(

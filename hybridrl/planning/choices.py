@@ -10,13 +10,14 @@ from hybridrl.config.engines import SECTIONS
 from hybridrl.config.introspection import with_value
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
-from hybridrl.planning.processes import Moment, PlannedProcess, ReadShape, plan_processes
+from hybridrl.planning.processes import Moment, PlannedProcess, ReadShape, plan_processes, snapshot_bytes
 from hybridrl.workers.engine.memory_plan import EngineSizes, choose
 from hybridrl.workers.engine.model_shape import ModelShape
 
 TENSOR_SIZES = (1, 2, 4, 8)
 FSDP = ("fsdp", "fsdp2")
 PIPELINE_SIZES = (1, 2, 4)
+SNAPSHOTS = 2  # that are stored at a time: the last complete one, and the next
 MAX_TOKENS = 65536  # of a micro-batch; larger ones are not faster
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
@@ -58,22 +59,30 @@ class Devices:
         read_shape: Returns the shape of a model by its path.
         device: "cuda" or "cpu".
         memory: Bytes of one device.
-        budget: Those that may be used.
+        budget: Those that may be used. A CPU's are those of a machine: its processes and snapshots share them.
     """
 
     def __init__(self, *, read_shape: ReadShape, device: str, memory: float, budget: float):
         self.read_shape = read_shape
-        self.budget = budget
+        self._budget, self._device = budget, device
         self.plan = partial(plan_processes, read_shape=read_shape, device=device, memory=memory)
+
+    def budget(self, config: PPOConfig, processes: list[PlannedProcess]) -> float:
+        """Return the bytes that each process of a job may use."""
+        if self._device != "cpu":
+            return self._budget
+        stored = SNAPSHOTS * snapshot_bytes(config, processes)
+        return (self._budget - stored) * config.trainer.nnodes / sum(process.count for process in processes)
 
     def problem(self, config: PPOConfig, processes: list[PlannedProcess]) -> str:
         """Return why a job does not fit, "" if it does."""
+        budget = self.budget(config, processes)
         length = config.data.max_prompt_length + config.data.max_response_length
         for process in processes:
             cached = length if process.rollout is None else process.rollout.cache_tokens
             if cached < length:
                 return f"the cache of {process.pool} holds {cached:,.0f} tokens, a row has {length:,}"
-            if process.peak.total > self.budget:
+            if process.peak.total > budget:
                 return f"{process.pool} needs {process.peak.total / 2**30:,.1f} GiB in {process.peak.name}"
         return ""
 
@@ -89,9 +98,11 @@ def fitting_settings(config: PPOConfig, devices: Devices) -> tuple[dict[str, Any
     for is_offloaded in (False, True):
         changes = _resting_offload(config, processes) if is_offloaded else {}
         changed = with_settings(config, changes)
-        for process in devices.plan(changed):
+        planned = devices.plan(changed)
+        budget = devices.budget(changed, planned)
+        for process in planned:
             for role in [role for role, memory in process.models.items() if memory.sizes.trains]:
-                changes = changes | _engine_changes(with_settings(changed, changes), process, role, devices)
+                changes = changes | _engine_changes(with_settings(changed, changes), process, role, budget)
         found, processes = changes, devices.plan(with_settings(config, changes))
         if not devices.problem(config, processes):
             break
@@ -129,7 +140,7 @@ def with_settings(config: Any, changes: Changes) -> Any:
     return config
 
 
-def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, devices: Devices) -> dict[str, Any]:
+def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, budget: float) -> dict[str, Any]:
     """Return the settings that fit a trained model beside everything else in its process."""
     memory = process.models[role]
     others = sum(other.by_phase()["rest"].total for name, other in process.models.items() if name != role)
@@ -141,7 +152,7 @@ def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, devic
     chosen = choose(
         memory.shape,
         memory.sizes,
-        budget=devices.budget - others - resting - process.program,
+        budget=budget - others - resting - process.program,
         min_tokens=length,
         max_tokens=max(length, min(MAX_TOKENS * shared, rows * length)),
         beside=generating - resting,

@@ -1,6 +1,6 @@
 """Memory of the processes of a PPO job, moment by moment."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,16 +158,20 @@ def plan_processes(config: PPOConfig, *, read_shape: ReadShape, device: str, mem
         rollout = None
         if roles & {Role.Rollout, Role.ActorRollout, Role.Evaluator}:
             rollout = rollout_memory(
-                config,
-                policy,
-                device=device,
-                memory=memory,
-                is_apart=not models,
-                num_processes=count,
+                config, policy, device=device, memory=memory, is_apart=not models, num_processes=count
             )
         bucket = config.actor_rollout_ref.rollout.weight_sync.bucket_mb * MIB
         processes.append(PlannedProcess(pool, count, models, rollout, PUSH_BUFFERS * bucket, PROGRAM_BYTES[device]))
     return processes
+
+
+def snapshot_bytes(config: PPOConfig, processes: Iterable[PlannedProcess]) -> float:
+    """Return the bytes that a step's snapshot takes in the memory of each machine; 0 where a run takes none."""
+    if config.trainer.backend != "ray" or not config.trainer.snapshot_freq:
+        return 0.0
+    engines = ((process.count, memory) for process in processes for memory in process.models.values())
+    found = sum(count * (memory.weights + memory.optimizer) for count, memory in engines if memory.sizes.trains)
+    return found / config.trainer.nnodes
 
 
 def _models(

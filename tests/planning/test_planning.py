@@ -294,9 +294,36 @@ def test_on_a_cpu_the_program_itself_has_its_place_in_the_budget():
     shape = replace(SHAPE, layers=2)
     cpu = Devices(read_shape=lambda path: shape, device="cpu", memory=60 * GIB, budget=50 * GIB)
     config = job(trainer__n_gpus_per_node=1, actor_rollout_ref__rollout__name="hf", data__train_batch_size=8)
-    config = with_settings(config, {"actor_rollout_ref.actor.ppo_mini_batch_size": 8, "trainer.device": "cpu"})
+    small = {"actor_rollout_ref.actor.ppo_mini_batch_size": 8, "trainer.device": "cpu", "trainer.snapshot_freq": 0}
+    config = with_settings(config, small)
     found = next(candidates(config, cpu))
     assert found.problem == "" and found.peak.program == 2**29
+
+
+def test_processes_and_snapshots_of_a_machine_without_gpus_share_its_memory():
+    shape = replace(SHAPE, layers=2)
+    small = {"actor_rollout_ref.rollout.name": "hf", "trainer.device": "cpu", "trainer.n_gpus_per_node": 2}
+    small |= {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
+
+    def best(memory: float, **changes):
+        cpu = Devices(read_shape=lambda path: shape, device="cpu", memory=memory * GIB, budget=memory * GIB)
+        config = with_settings(job(), small | {name.replace("__", "."): value for name, value in changes.items()})
+        return next(candidates(config, cpu))
+
+    stored = 12 * shape.params  # parameters and two moments; at times there are two snapshots
+    with_snapshots, without = best(100), best(100, trainer__snapshot_freq=0)
+    assert with_snapshots.problem == "" and with_snapshots.tokens < without.tokens
+    assert 2 * with_snapshots.peak.total + 2 * stored <= 100 * GIB
+    assert without.tokens == best(100 + 2 * stored / GIB).tokens
+    assert 2 * without.peak.total <= 100 * GIB
+
+
+def test_the_snapshots_of_a_job_are_named_and_only_on_ray(tmp_path, capsys):
+    save_tiny_qwen2(tmp_path / "tiny")
+    job = [f"actor_rollout_ref.model.path={tmp_path / 'tiny'}", *SMALL_JOB]
+    assert cli.main(["plan", *job]) == 0 and "snapshot" not in capsys.readouterr().out
+    assert cli.main(["plan", *job, "trainer.backend=ray", "trainer.device=cpu"]) == 0
+    assert "a step's snapshot: 0.00 GiB of each machine's memory" in capsys.readouterr().out
 
 
 def test_a_prompt_of_several_rows_is_computed_once_where_they_share_it():

@@ -104,11 +104,7 @@ def inspect_file(arguments: argparse.Namespace) -> int:
 
 
 def _summary(
-    file: str,
-    rows: ParquetRows,
-    columns: Mapping[str, Any],
-    program: TrainingProgram | None,
-    named: Mapping[str, str],
+    file: str, rows: ParquetRows, columns: Mapping[str, Any], program: TrainingProgram | None, named: Mapping[str, str]
 ) -> Iterator[str]:
     yield f"{file}: {len(rows)} rows, " + (f"for {program.name}" if program else "for no program")
     yield f"  {'column':16}{'filled':>8}  {'type':{WIDTH}} meaning"
