@@ -34,7 +34,7 @@ from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.driver.terminal import show, show_error
 from hybridrl.errors import ConfigError
 from hybridrl.main_ppo import validate_config
-from hybridrl.planning.choices import Devices, candidates
+from hybridrl.planning.choices import MAX_TOKENS, Devices, candidates
 from hybridrl.planning.machine import ThisMachine, this_machine
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.tokenizer import load_tokenizer
@@ -147,7 +147,7 @@ def _ppo_settings(about: _About, given: Mapping[str, str]) -> dict[str, Any]:
     shape, positions = read_shape(about.folder), _positions(about.folder)
     prompt = _rounded(about.length, positions - ROUND_TO)
     gpus = about.machine.gpus
-    fast = BFLOAT16 if not gpus and about.machine.bfloat16 and bfloat16_speed_up() >= MIN_SPEED_UP else {}
+    fast = BFLOAT16 if _is_faster_in_bfloat16(about.machine) else {}
     response = max(1, min(MAX_RESPONSE if gpus else CPU_RESPONSE, positions - prompt))
     if not given.keys() & {RESPONSE_LENGTH, *OTHER_ANSWERS}:
         dtype = fast.get("actor_rollout_ref.rollout.dtype", "auto")
@@ -163,11 +163,12 @@ def _ppo_settings(about: _About, given: Mapping[str, str]) -> dict[str, Any]:
         "actor_rollout_ref.actor.optim.lr": _by_size(LEARNING_RATES, shape.params),
         "actor_rollout_ref.rollout.name": "vllm" if gpus and find_spec("vllm") else "hf",
     }
-    return (
-        chosen
-        | fast
-        | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
-    )
+    on_cpu = {"actor_rollout_ref.actor.use_prefix_grouper": True, "trainer.backend": "local"}
+    return chosen | fast | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else on_cpu)
+
+
+def _is_faster_in_bfloat16(machine: ThisMachine) -> bool:
+    return not machine.gpus and machine.bfloat16 != "" and bfloat16_speed_up() >= MIN_SPEED_UP
 
 
 def _response_length(about: _About, *, dtype: str, prompt: int, limit: int) -> int:
@@ -199,15 +200,17 @@ def _supervised_settings(about: _About, module: str) -> dict[str, Any]:
     positions = _positions(about.folder)
     # Pairs have a response beside the prompt that was measured.
     wanted = about.length if module == "main_sft" else about.length + MAX_RESPONSE
-    gpus = about.machine.gpus
+    gpus, length = about.machine.gpus, _rounded(wanted, positions)
     chosen = {
         "data.train_batch_size": min(SFT_BATCH, about.num_rows),
-        "data.max_length": _rounded(wanted, positions),
+        "data.max_length": length,
         "data.truncation": "filter",
         "model.path": about.model,
         "optim.lr": _by_size(SFT_LEARNING_RATES, read_shape(about.folder).params) / (1 if module == "main_sft" else 10),
     }
-    return chosen | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else {"trainer.backend": "local"})
+    on_cpu = {"data.max_token_len_per_gpu": max(MAX_TOKENS["cpu"], length), "trainer.backend": "local"}
+    on_cpu |= {"fsdp_config.dtype": "bfloat16"} if _is_faster_in_bfloat16(about.machine) else {}
+    return chosen | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else on_cpu)
 
 
 def _planned(words: list[str], found: ThisMachine) -> list[str]:

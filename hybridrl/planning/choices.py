@@ -18,7 +18,7 @@ TENSOR_SIZES = (1, 2, 4, 8)
 FSDP = ("fsdp", "fsdp2")
 PIPELINE_SIZES = (1, 2, 4)
 SNAPSHOTS = 2  # that are stored at a time: the last complete one, and the next
-MAX_TOKENS = 65536  # of a micro-batch; larger ones are not faster
+MAX_TOKENS = {"cuda": 65536, "cpu": 4096}  # of a micro-batch; larger ones are not faster
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 OFFLOADS = ("param_offload", "optimizer_offload")
@@ -64,12 +64,12 @@ class Devices:
 
     def __init__(self, *, read_shape: ReadShape, device: str, memory: float, budget: float):
         self.read_shape = read_shape
-        self._budget, self._device = budget, device
+        self._budget, self.device = budget, device
         self.plan = partial(plan_processes, read_shape=read_shape, device=device, memory=memory)
 
     def budget(self, config: PPOConfig, processes: list[PlannedProcess]) -> float:
         """Return the bytes that each process of a job may use."""
-        if self._device != "cpu":
+        if self.device != "cpu":
             return self._budget
         stored = SNAPSHOTS * snapshot_bytes(config, processes)
         return (self._budget - stored) * config.trainer.nnodes / sum(process.count for process in processes)
@@ -95,14 +95,14 @@ def fitting_settings(config: PPOConfig, devices: Devices) -> tuple[dict[str, Any
     """
     found: dict[str, Any] = {}
     processes = devices.plan(config)
-    for is_offloaded in (False, True):
+    for is_offloaded in (False, True) if devices.device == "cuda" else (False,):
         changes = _resting_offload(config, processes) if is_offloaded else {}
         changed = with_settings(config, changes)
         planned = devices.plan(changed)
         budget = devices.budget(changed, planned)
         for process in planned:
             for role in [role for role, memory in process.models.items() if memory.sizes.trains]:
-                changes = changes | _engine_changes(with_settings(changed, changes), process, role, budget)
+                changes |= _engine_changes(with_settings(changed, changes), process, role, devices, budget)
         found, processes = changes, devices.plan(with_settings(config, changes))
         if not devices.problem(config, processes):
             break
@@ -140,7 +140,9 @@ def with_settings(config: Any, changes: Changes) -> Any:
     return config
 
 
-def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, budget: float) -> dict[str, Any]:
+def _engine_changes(
+    config: PPOConfig, process: PlannedProcess, role: str, devices: Devices, budget: float
+) -> dict[str, Any]:
     """Return the settings that fit a trained model beside everything else in its process."""
     memory = process.models[role]
     others = sum(other.by_phase()["rest"].total for name, other in process.models.items() if name != role)
@@ -154,7 +156,7 @@ def _engine_changes(config: PPOConfig, process: PlannedProcess, role: str, budge
         memory.sizes,
         budget=budget - others - resting - process.program,
         min_tokens=length,
-        max_tokens=max(length, min(MAX_TOKENS * shared, rows * length)),
+        max_tokens=max(length, min(MAX_TOKENS[devices.device] * shared, rows * length)),
         beside=generating - resting,
     ).sizes
     return _actor_settings(config, chosen) if role == "actor" else _critic_settings(chosen)

@@ -267,8 +267,9 @@ class _Sizes:
                 "response_share": self._response_share,
                 "chunk": chunk or max(1, TILE_BYTES[self._device] // FLOAT32 // self._vocab),
                 "whole_logits": not policy.model.use_fused_kernels,
-                "param_offload": settings.param_offload,
-                "optimizer_offload": settings.optimizer_offload,
+                "has_host_memory": self._device == "cuda",
+                "param_offload": settings.param_offload and self._device == "cuda",
+                "optimizer_offload": settings.optimizer_offload and self._device == "cuda",
                 **layout,
                 **chosen,
             }

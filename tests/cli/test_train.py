@@ -38,6 +38,7 @@ def test_prompts_are_trained_by_grpo_with_lengths_of_the_data_and_the_model(tmp_
     chosen = dict(word.split("=", 1) for word in words[1:])
     prompt = int(chosen["data.max_prompt_length"])
     assert prompt % 32 == 0 and int(chosen["data.max_response_length"]) == 256  # of a CPU; the model has 512 positions
+    assert chosen["actor_rollout_ref.actor.use_prefix_grouper"] == "true"
     assert chosen["data.train_batch_size"] == "5" and chosen["trainer.total_training_steps"] == "2"
     assert main_ppo.main([*words, "--cfg", "job"]) == 0
 
@@ -64,6 +65,7 @@ def test_responses_are_as_long_as_sampled_answers_and_prompts_as_nearly_all_rows
 def test_the_columns_choose_the_program(tmp_path, tiny_qwen2, capsys, row, module, program):
     found, words = command(capsys, lines(tmp_path / "a.jsonl", row), tiny_qwen2)
     assert found == f"hybridrl.{module}" and ("loss.loss_type=kto" in words) == ("label" in row)
+    assert "data.max_token_len_per_gpu=4096" in words  # of a CPU
     assert program.main([*words, "--cfg", "job"]) == 0
 
 
@@ -73,6 +75,7 @@ def test_gpus_get_ray_and_what_does_not_fit_is_refused(tmp_path, tiny_qwen2):
     arguments.settings = []
     words = command_words(arguments, ThisMachine("cuda", "H100", 80 * GIB, cores=16, gpus=4, bfloat16=""))
     assert "trainer.n_gpus_per_node=4" in words and "trainer.backend=local" not in words
+    assert not [word for word in words if "prefix_grouper" in word]  # its kernel has not been run on a GPU
     with pytest.raises(ValueError, match="does not fit into this machine's memory"):
         command_words(arguments, ThisMachine("cuda", "tiny", 1e6, cores=1, gpus=1, bfloat16=""))
 

@@ -184,10 +184,7 @@ class RLHFDataset:
         if self.config.filter_overlong_prompts:
             dropped, total = set(too_long), len(self._tokens)
             logger.info(
-                "%d of %d prompts are longer than data.max_prompt_length=%d and are dropped",
-                len(dropped),
-                total,
-                limit,
+                "%d of %d prompts are longer than data.max_prompt_length=%d and are dropped", len(dropped), total, limit
             )
             return [row for row in range(total) if row not in dropped]
         if too_long and self.config.truncation == "error":

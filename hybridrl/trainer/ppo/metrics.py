@@ -170,11 +170,7 @@ def compute_throughput_metrics(batch: DataProto, timing: Mapping[str, float], nu
 
 
 def validation_metrics(
-    data_sources: Sequence[str],
-    uids: Sequence[str],
-    infos: Mapping[str, Sequence[Any]],
-    *,
-    seed: int = 42,
+    data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]], *, seed: int = 42
 ) -> Metrics:
     """Return `val-core/{data_source}/{acc or reward}/...` and `val-aux/...` over prompts with N samples each.
 

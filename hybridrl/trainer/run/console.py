@@ -64,12 +64,7 @@ class ConsoleProgress:
     """
 
     def __init__(
-        self,
-        total_steps: int | None = None,
-        *,
-        start_step: int = 0,
-        test_freq: int = 0,
-        stream: TextIO | None = None,
+        self, total_steps: int | None = None, *, start_step: int = 0, test_freq: int = 0, stream: TextIO | None = None
     ) -> None:
         self.total_steps, self._test_freq = total_steps, test_freq
         self._stream = sys.stdout if stream is None else stream

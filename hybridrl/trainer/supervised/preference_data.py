@@ -312,11 +312,7 @@ def _tokenize_text(tokenizer: Any, prompts: list[str], responses: list[str]) -> 
 
 
 def _tokenize_messages(
-    tokenizer: Any,
-    prompts: list,
-    responses: list,
-    locate: Locate,
-    opened: Callable[[int, list[dict]], list[dict]],
+    tokenizer: Any, prompts: list, responses: list, locate: Locate, opened: Callable[[int, list[dict]], list[dict]]
 ) -> list[tuple[list[int], list[int]]]:
     own = [as_messages(prompt, locate(i)) for i, prompt in enumerate(prompts)]
     openings = [opened(i, opening) for i, opening in enumerate(own)]

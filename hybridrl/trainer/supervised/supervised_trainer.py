@@ -160,10 +160,7 @@ class SupervisedTrainer(Trainer):
             outputs=self.outputs,
         )
         update = ADAPTER_UPDATE if model.uses_lora else UPDATE
-        return {
-            "reference": ModelUse(self.role, flops, dtype),
-            "update": ModelUse(self.role, flops, dtype, update),
-        }
+        return {"reference": ModelUse(self.role, flops, dtype), "update": ModelUse(self.role, flops, dtype, update)}
 
     def init_workers(self) -> None:
         """Reserve devices, start the worker processes and load the model. A failure stops all of them."""

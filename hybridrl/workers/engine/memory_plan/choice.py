@@ -72,7 +72,7 @@ def _options(sizes: EngineSizes) -> Iterator[EngineSizes]:
 
     Megatron with a distributed optimizer has no offload (`config/checks/megatron.py`).
     """
-    stays = sizes.strategy == "megatron" and sizes.distributed_optimizer
+    stays = not sizes.has_host_memory or (sizes.strategy == "megatron" and sizes.distributed_optimizer)
     for recompute in (False, True):
         for optimizer, params in ((False, False),) if stays else ((False, False), (True, False), (True, True)):
             yield replace(sizes, gradient_checkpointing=recompute, optimizer_offload=optimizer, param_offload=params)

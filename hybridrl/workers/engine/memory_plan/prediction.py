@@ -29,6 +29,7 @@ class EngineSizes:
         lora_rank: Rank of the adapters, which are then all that is trained; 0: none.
         gradient_checkpointing: Activations of decoder layers are computed again.
         reshard_after_forward: FSDP frees gathered parameters.
+        has_host_memory: The device has memory of its own, beside the host's.
         param_offload, optimizer_offload: What is in host memory between calls.
         tokens: Tokens of a micro-batch.
         response_share: Share of them whose log-probs are computed.
@@ -49,6 +50,7 @@ class EngineSizes:
     lora_rank: int = 0
     gradient_checkpointing: bool = False
     reshard_after_forward: bool = True
+    has_host_memory: bool = True
     param_offload: bool = False
     optimizer_offload: bool = False
     tokens: int = 16384
