@@ -35,9 +35,14 @@ def examine_run(path: str) -> Iterator[Finding]:
     curves = Curves(run.metrics)
     steps = curves.last_step
     total = run.settings.total_steps()
-    yield Finding("steps", f"{steps} of {total or 'an unknown number'}")
+    only_validates = _setting(run, "trainer.val_only", False) is True
+    yield Finding(
+        "steps", "none: it only validates" if only_validates else f"{steps} of {total or 'an unknown number'}"
+    )
     yield from _end(run.folder, is_complete=steps == total)
     yield from _failures(run)
+    if only_validates:
+        return
     yield from _checkpoints(run, steps)
     yield from _prompts(run.folder)
     yield from rules.far_steps(curves, _setting(run, "actor_rollout_ref.actor.optim.lr", "unknown"))
@@ -90,7 +95,8 @@ def _checkpoints(run: Run, steps: int) -> Iterator[Finding]:
         return
     freq = _setting(run, "trainer.save_freq", -1)
     if isinstance(freq, int) and freq > steps:
-        yield Finding("checkpoint", f"none yet: trainer.save_freq={freq} commits the first one after step {freq}")
+        seen = f"none yet: trainer.save_freq={freq} commits the first one after step {freq}, at most after five minutes"
+        yield Finding("checkpoint", seen)
     elif isinstance(freq, int) and freq > 0:
         seen = f"none after {steps} steps, although trainer.save_freq={freq}"
         yield Finding("no checkpoint", seen, "read the log about checkpoints; trainer.default_local_dir may be full")

@@ -201,6 +201,12 @@ def test_a_short_run_is_not_judged(tmp_path):
     assert "too few to judge" in found[-1].seen and not any(finding.is_problem for finding in found)
 
 
+def test_an_evaluation_has_no_steps_to_count(tmp_path):
+    settings = json.dumps({"trainer": {"val_only": True, "total_training_steps": 2}})
+    path = write_run(tmp_path / "run", curves={}, steps=0, config__json=settings)
+    assert [found.seen for found in doctor.examine_run(path)] == ["none: it only validates"]
+
+
 def test_the_machine_is_examined(capsys):
     code = cli.main(["doctor"])
     shown = capsys.readouterr().out

@@ -14,16 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hybridrl.master.state import events
-from hybridrl.master.state.tables import (
-    JOB,
-    JOB_ENDS,
-    ROLE,
-    WORKER,
-    JobPhase,
-    RolePhase,
-    WorkerPhase,
-    next_state,
-)
+from hybridrl.master.state.tables import JOB, JOB_ENDS, ROLE, WORKER, JobPhase, RolePhase, WorkerPhase, next_state
 
 MAX_LISTED = 20  # failures, decisions and warnings each
 OF_JOB = ("job", "run", "replicas", "restarts_workers", "restarts_driver", "supervisor_pid", "driver")

@@ -107,8 +107,7 @@ class TimelineReader:
             return answer | {"first": first, "last": last, "events": [], "ranks": [], "stages": {}}
         between = (min(steps[step][0] for step in chosen), max(steps[step][1] for step in chosen))
         spans = sorted(
-            (span for file in files.values() for span in file.spans(*between)),
-            key=lambda span: (span.begin, -span.end),
+            (span for file in files.values() for span in file.spans(*between)), key=lambda span: (span.begin, -span.end)
         )[:MAX_SPANS]
         return answer | {
             "first": chosen[0],

@@ -157,9 +157,7 @@ def filter_program(machine: str) -> bytes:
         *(rule for number in sorted({*REFUSED[machine], *COMMON}) for rule in _returning(EQUAL, number, refuse)),
         *_returning_if_argument(CLONE[machine], [(ANY_BIT, ALL_NAMESPACES, refuse)], otherwise=ALLOW),
         *_returning_if_argument(
-            SOCKET[machine],
-            [(EQUAL, family, ALLOW) for family in SOCKET_FAMILIES],
-            otherwise=ERROR | EAFNOSUPPORT,
+            SOCKET[machine], [(EQUAL, family, ALLOW) for family in SOCKET_FAMILIES], otherwise=ERROR | EAFNOSUPPORT
         ),
         (RETURN, 0, 0, ALLOW),
     ]
