@@ -49,7 +49,7 @@ $PYTHON -m hybridrl.main_sft \
   model.use_remove_padding=true \
   model.lora_rank=16 \
   model.lora_alpha=32 \
-  optim.lr=3e-4 \
+  optim.lr=1e-3 \
   optim.lr_scheduler_type=cosine \
   optim.lr_warmup_steps_ratio=0.03 \
   fsdp_config.dtype="$DTYPE" \
@@ -74,7 +74,7 @@ $PYTHON -m hybridrl.main_ppo \
   data.filter_overlong_prompts=true \
   data.seed="$SEED" \
   actor_rollout_ref.model.path="$TUNED" \
-  actor_rollout_ref.actor.optim.lr=3e-6 \
+  actor_rollout_ref.actor.optim.lr=1e-5 \
   actor_rollout_ref.actor.ppo_mini_batch_size=16 \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
   actor_rollout_ref.actor.use_prefix_grouper=true \
@@ -82,6 +82,7 @@ $PYTHON -m hybridrl.main_ppo \
   actor_rollout_ref.rollout.name=hf \
   actor_rollout_ref.rollout.dtype="$DTYPE" \
   actor_rollout_ref.rollout.n=8 \
+  actor_rollout_ref.rollout.temperature=0.6 \
   trainer.total_epochs=8 \
   trainer.total_training_steps="$STEPS" \
   trainer.save_freq=20 \
