@@ -31,16 +31,16 @@ def tree_micro_batches(grid: TokenGrid, micro: MicroBatching) -> list[list[int]]
         DataError: A single row exceeds the token budget.
     """
     rows = prefix_rows(grid.input_ids, grid.is_real, None if grid.images is None else grid.images.rows)
-    if len(rows) > 1 and len(prefix_tree.prefix_groups(rows)) == len(rows):
+    if torch.is_grad_enabled() and len(rows) > 1 and len(prefix_tree.prefix_groups(rows)) == len(rows):
         _log_nothing_shared()
     return prefix_tree.tree_micro_batches(rows, max_rows=micro.max_rows, max_tokens=micro.max_tokens)
 
 
 @cache
 def _log_nothing_shared() -> None:
-    """Log once in a process that a call had nothing to share."""
+    """Log once in a process that an update had nothing to share. The rows of a probe of weights never have."""
     logger.warning(
-        "use_prefix_grouper=True: no two rows of a call begin with the same %d tokens; every row is computed alone.",
+        "use_prefix_grouper=True: no two rows of an update begin with the same %d tokens; every row is computed alone.",
         prefix_tree.MIN_SHARED_TOKENS,
     )
 

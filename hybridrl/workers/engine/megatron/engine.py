@@ -171,8 +171,8 @@ class MegatronEngine(ShardedEngine):
     def forward(self, batch: DataProto, micro: MicroBatching, *, outputs: tuple[str, ...]) -> Outputs:
         check_outputs(outputs, kind=self.config.kind, terms=self.config.token_terms)
         self._load_to_device(params=True)
-        micro_batch_tokens = self._local_micro_batches(batch, micro)
         with torch.no_grad():
+            micro_batch_tokens = self._local_micro_batches(batch, micro)
             found = self._run_pipeline(
                 micro_batch_tokens,
                 partial(self._read_outputs, batch=batch, outputs=outputs),

@@ -271,7 +271,11 @@ def test_rows_that_share_nothing_are_computed_alone_and_one_line_says_so(engines
     _log_nothing_shared.cache_clear()
     batch = make_batch()
     with caplog.at_level(logging.WARNING):
-        found = [engine.forward(batch, WHOLE, outputs=POLICY) for engine in (*engines["qwen2"], engines["qwen2"][1])]
-    assert caplog.text.count("no two rows of a call begin with the same 8 tokens") == 1
+        found = [engine.forward(batch, WHOLE, outputs=POLICY) for engine in engines["qwen2"]]
+        assert caplog.text == "", "the rows of a probe of weights share nothing either"
+        for engine in (*engines["qwen2"], engines["qwen2"][1]):
+            engine.forward_backward(batch, WHOLE, policy_loss(1.0), outputs=POLICY)
+            engine.optimizer_step(skip=True)
+    assert caplog.text.count("no two rows of an update begin with the same 8 tokens") == 1
     for name in POLICY:
         torch.testing.assert_close(found[1][name], found[0][name], atol=1e-5, rtol=0)
