@@ -9,6 +9,7 @@ memory is free again after it, and the driver, which forks, loads no torch here.
 same one.
 """
 
+import functools
 import hashlib
 import logging
 import os
@@ -58,6 +59,11 @@ def is_gguf(path: Any) -> bool:
     return isinstance(path, str) and path.endswith(SUFFIX)
 
 
+@functools.cache
+def _log_use(path: str, folder: Path) -> None:
+    logger.info("%s: its conversion in %s is used", path, folder)
+
+
 def model_folder(path: str, *, key: str) -> str:
     """Return the folder of a GGUF file, converted if need be; any other path as it is.
 
@@ -77,7 +83,7 @@ def model_folder(path: str, *, key: str) -> str:
     except OSError as error:
         raise ConfigError(f"{setting}: the file cannot be read ({error.strerror}); correct the path") from error
     if folder.is_dir():
-        logger.info("%s: its conversion in %s is used", path, folder)
+        _log_use(path, folder)
         return str(folder)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ConfigError(

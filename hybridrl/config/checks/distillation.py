@@ -10,11 +10,7 @@ from typing import Any
 from hybridrl.config.build import Problems, idle_problems
 from hybridrl.config.engines import engine_settings
 from hybridrl.config.introspection import value_text
-from hybridrl.config.schema.distillation import (
-    OTHER_TEACHER_FIELDS,
-    TEACHER_FIELDS,
-    TOP_MODES,
-)
+from hybridrl.config.schema.distillation import OTHER_TEACHER_FIELDS, TEACHER_FIELDS, TOP_MODES
 from hybridrl.config.schema.ppo import PPOConfig
 from hybridrl.errors import ConfigError
 

@@ -15,11 +15,7 @@ from hybridrl.config import checks
 from hybridrl.config.build import Problems, idle_problems, raise_problems
 from hybridrl.config.capabilities import RolloutCapabilities, TransportCapabilities
 from hybridrl.config.checks import engines
-from hybridrl.config.checks.formulas import (
-    estimator_problems,
-    estimator_setting_problems,
-    policy_loss_problems,
-)
+from hybridrl.config.checks.formulas import estimator_problems, estimator_setting_problems, policy_loss_problems
 from hybridrl.config.checks.rollout import capability_problems, rollout_problems
 from hybridrl.config.introspection import changed, value_at
 from hybridrl.config.plugs import TRACKERS, import_problems

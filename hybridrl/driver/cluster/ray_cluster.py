@@ -204,12 +204,7 @@ def _patient_start() -> Iterator[None]:
 
 
 def connect(
-    address: str,
-    *,
-    setting: str,
-    hint: str = ADDRESS_HINT,
-    code_paths: Sequence[str] = (),
-    log_to_driver: bool = True,
+    address: str, *, setting: str, hint: str = ADDRESS_HINT, code_paths: Sequence[str] = (), log_to_driver: bool = True
 ) -> str:
     """Connect to the cluster at `address` and return its address, HOST:PORT.
 
