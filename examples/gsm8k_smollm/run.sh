@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GSM8K with SmolLM2-135M-Instruct: SFT with LoRA, then GRPO; avg@8 and pass@k of the model, after SFT and after GRPO.
-# The model answers none of the questions at first. On two cores this takes hours; it resumes where it was stopped.
+# The model answers almost none of the questions at first. On two cores this takes hours; it resumes where it was stopped.
 # The learning rate of SFT is that of the model's own (huggingface/alignment-handbook, recipes/smollm2/sft/config_smol.yaml).
 #
 #   RAW=DIRECTORY bash examples/gsm8k_smollm/run.sh [directory] [settings of GRPO...]
