@@ -42,6 +42,7 @@ from hybridrl.workers.process_setup import resolve_device
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
 from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
 
+PRESET = "--config-name=grpo_trainer"
 MEASURED_ROWS = 2000  # whose lengths are looked at; longer prompts among the others are left out
 PERCENTILE, MAX_EXCESS = 99, 1.5  # of lengths; the longest row counts if it is at most so many times that
 NUM_ANSWERS, ANSWER_PERCENTILE = 16, 95  # that are sampled to see where answers end
@@ -104,11 +105,13 @@ def command_words(arguments: argparse.Namespace, found: ThisMachine) -> list[str
     about = _About(arguments.model, folder, [*found_rows], len(rows), found)
     module, _, own = program.name.replace(" or main_rm", "").partition(" ")
     given = {name: value for name, _, value in (text.partition("=") for text in arguments.settings)}
+    if module == "main_ppo":  # a wrong word is refused before answers are sampled
+        load_config(PPOConfig, [PRESET, *arguments.settings], program="hybridrl train", config_name="ppo_trainer")
     chosen = _ppo_settings(about, given) if module == "main_ppo" else _supervised_settings(about, module)
     values = {**files, **chosen, **_record_settings(arguments, validates="data.val_files" in files)}
     words = [*(f"{key}={word(value)}" for key, value in values.items()), *own.split(), *arguments.settings]
     if module == "main_ppo":
-        words = _planned(["--config-name=grpo_trainer", *words], found)
+        words = _planned([PRESET, *words], found)
     return [f"hybridrl.{module}", *words]
 
 

@@ -115,13 +115,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        child: int,
-        sources: dict[int, int],
-        *,
-        control: int,
-        parent: int,
-        limits: dict[str, float | None],
+        self, child: int, sources: dict[int, int], *, control: int, parent: int, limits: dict[str, float | None]
     ):
         self.child, self.sources, self.control, self.parent = child, sources, control, parent
         self.max_processes, output_mb = limits["processes"], limits["output_mb"]

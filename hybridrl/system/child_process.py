@@ -213,12 +213,7 @@ class ChildProgram(ChildProcess):
 
 
 def frame_of_request(
-    *,
-    path: str | None,
-    name: str,
-    pickled: bytes | None = None,
-    arguments: bytes,
-    sys_path: Sequence[str] | None,
+    *, path: str | None, name: str, pickled: bytes | None = None, arguments: bytes, sys_path: Sequence[str] | None
 ) -> bytes:
     """Return the first frame for a child: the object to load, by import path or pickled (`child_program.load_object`).
 

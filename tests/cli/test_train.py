@@ -95,6 +95,13 @@ def test_data_that_cannot_be_trained_is_one_error(tmp_path, monkeypatch, tiny_qw
     assert text in error and error.count("\n") == 1
 
 
+def test_a_wrong_setting_is_refused_before_answers_are_sampled(tmp_path, tiny_qwen2, capsys):
+    file = write_prompts(tmp_path / "a.parquet", 5)
+    assert cli.main(["train", "--print", file, str(tiny_qwen2), "data.max_response_lenght=9"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean data.max_response_length?" in error and "sampled answers" not in error
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command_trains(tmp_path, tiny_qwen2):

@@ -229,9 +229,7 @@ def _require_length(text: str, policy: ServedModel, param: str) -> str:
 
 def _too_long(size: str, policy: ServedModel, param: str) -> RequestError:
     return RequestError(
-        f"{context_length(policy.max_length)}; {param} has {size}",
-        param=param,
-        code="context_length_exceeded",
+        f"{context_length(policy.max_length)}; {param} has {size}", param=param, code="context_length_exceeded"
     )
 
 

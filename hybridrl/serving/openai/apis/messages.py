@@ -12,14 +12,7 @@ from hybridrl.serving.openai.apis import api
 from hybridrl.serving.openai.apis.api import Api, Event, StreamWriter, oldest_version
 from hybridrl.serving.openai.chat import joined_text, text_or_parts
 from hybridrl.serving.openai.choice import Choice
-from hybridrl.serving.openai.parameters import (
-    OWN_SAMPLING,
-    ParameterNames,
-    RequestError,
-    get_typed,
-    no_format,
-    shorten,
-)
+from hybridrl.serving.openai.parameters import OWN_SAMPLING, ParameterNames, RequestError, get_typed, no_format, shorten
 from hybridrl.serving.sessions.message_keys import parsed_arguments
 
 
