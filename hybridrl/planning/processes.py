@@ -166,7 +166,7 @@ def plan_processes(config: PPOConfig, *, read_shape: ReadShape, device: str, mem
 
 
 def snapshot_bytes(config: PPOConfig, processes: Iterable[PlannedProcess]) -> float:
-    """Return the bytes that a step's snapshot takes in the memory of each machine; 0 where a run takes none."""
+    """Return the bytes of a step's snapshot on each machine, 0 if there is none."""
     if config.trainer.backend != "ray" or not config.trainer.snapshot_freq:
         return 0.0
     engines = ((process.count, memory) for process in processes for memory in process.models.values())

@@ -38,7 +38,10 @@ def tree_micro_batches(grid: TokenGrid, micro: MicroBatching) -> list[list[int]]
 
 @cache
 def _log_nothing_shared() -> None:
-    """Log once in a process that an update had nothing to share. The rows of a probe of weights never have."""
+    """Log once in a process that an update had nothing to share.
+
+    The log-prob pass of a probe of the weights says nothing: its rows share nothing by design.
+    """
     logger.warning(
         "use_prefix_grouper=True: no two rows of an update begin with the same %d tokens; every row is computed alone.",
         prefix_tree.MIN_SHARED_TOKENS,
