@@ -6,11 +6,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
+
 import hybridrl
 from hybridrl import main_ppo
 from hybridrl.cli.arguments import DEVICE_GIB
-from hybridrl.config import PPOConfig, load_config
-from hybridrl.config.engines import engine_settings
+from hybridrl.config import PPOConfig, SFTConfig, load_config
+from hybridrl.config.engines import engine_settings, supervised_engine_settings
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.planning.choices import ACTOR, SNAPSHOTS, Candidate, Devices, candidates
@@ -126,17 +128,20 @@ class PlannedDevice:
     is_here: bool = False
     bfloat16: str = ""
 
-    def speeds(self, config: PPOConfig) -> Device | None:
-        """Return the device's speeds in the dtype of the job; None if they are unknown."""
+    def speeds(self, dtype: str) -> Device | None:
+        """Return the device's speeds in this dtype; None if they are unknown."""
         if self.known is not None or not self.is_here:
             return self.known
-        speed, bandwidth = product_speed(self.device, training_dtype(config, self.device)), copy_bandwidth(self.device)
+        speed, bandwidth = product_speed(self.device, dtype), copy_bandwidth(self.device)
         return Device(speed, bandwidth, link=bandwidth if self.device == "cuda" else CPU_PUSH)
 
 
 def training_dtype(config: PPOConfig, device: str) -> str:
     """Return the dtype in which the policy is trained."""
-    chosen = engine_settings(config.actor_rollout_ref.actor).dtype
+    return _dtype(engine_settings(config.actor_rollout_ref.actor).dtype, device)
+
+
+def _dtype(chosen: str, device: str) -> str:
     return chosen if chosen != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
 
 
@@ -171,39 +176,66 @@ def _words(settings: dict[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def expected_step(config: PPOConfig, device: PlannedDevice) -> str:
-    """Return a line with the expected seconds of a step's stages; "" if the device's speeds are unknown."""
-    tokens = -(-config.data.max_response_length // 2)
-    seconds = planned_seconds(config, device, tokens=tokens)
+def expected_step(config: PPOConfig, device: PlannedDevice, *, prompt: int = 0, response: int = 0) -> str:
+    """Return a line with the expected seconds of a step's stages; "" if the device's speeds are unknown.
+
+    prompt, response: Mean tokens; 0: the longest prompts, and half of the longest response.
+    """
+    tokens = response or -(-config.data.max_response_length // 2)
+    seconds = planned_seconds(config, device, tokens=tokens, prompt_tokens=prompt)
     if seconds is None:
         return ""
-    stages = ", ".join(f"{name} {taken:{'.1f' if taken >= 1 else '.2g'}}" for name, taken in seconds.items())
+    stages = ", ".join(f"{name} {_rounded(taken)}" for name, taken in seconds.items())
     return (
-        f"\nexpected step on {device.text.partition(', ')[0]}: {step_seconds(config, seconds):.1f} s ({stages}), "
+        f"\nexpected step on {device.text.partition(', ')[0]}: {_rounded(step_seconds(config, seconds))} s ({stages}), "
         f"if responses have {tokens} tokens; docs/simulation.md says what this leaves out\n"
     )
 
 
-def planned_seconds(config: PPOConfig, device: PlannedDevice, *, tokens: int) -> dict[str, float] | None:
-    """Return stage -> expected seconds, if responses have so many tokens; None if the device's speeds are unknown."""
-    speeds = device.speeds(config)
+def expected_sft_step(config: SFTConfig, device: PlannedDevice, *, tokens: int) -> str:
+    """Return a line with the expected seconds of a step of fine-tuning on conversations of so many tokens, or ""."""
+    dtype = _dtype(supervised_engine_settings(config).dtype, device.device)
+    if (speeds := device.speeds(dtype)) is None:
+        return ""
+    own: dict[str, Any] = CPU_EFFICIENCY if device.device == "cpu" else {}
+    costs = Costs(speeds, _model(read_shape(str(config.model.path)), dtype), prompt_tokens=0, **own)
+    rows = -(-config.data.train_batch_size // (config.trainer.n_gpus_per_node * config.trainer.nnodes))
+    seconds = _rounded(costs.update_s(np.full(rows, tokens)))
+    return f"\nexpected step: {seconds} s, {config.data.train_batch_size} conversations of {tokens} tokens\n"
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:{'.1f' if seconds >= 1 else '.2g'}}"
+
+
+def planned_seconds(
+    config: PPOConfig, device: PlannedDevice, *, tokens: int, prompt_tokens: int = 0
+) -> dict[str, float] | None:
+    """Return stage -> expected seconds, if responses have so many tokens; None if the device's speeds are unknown.
+
+    prompt_tokens: Mean of a prompt; 0: the most that it may have.
+    """
+    dtype = training_dtype(config, device.device)
+    speeds = device.speeds(dtype)
     if speeds is None:
         return None
-    policy, shape = config.actor_rollout_ref, shape_reader(config)(str(config.actor_rollout_ref.model.path))
-    value_bytes = 4 if training_dtype(config, device.device) == "float32" else 2
-    model = Model(shape.params, shape.layers, shape.hidden, shape.kv_width, value_bytes)
+    policy = config.actor_rollout_ref
     own: dict[str, Any] = {} if device.known is not None else dict.fromkeys(CLUSTER_OVERHEADS, 0.0)
     own |= CPU_EFFICIENCY if device.device == "cpu" else {}
     costs = Costs(
         speeds,
-        model,
+        _model(shape_reader(config)(str(policy.model.path)), dtype),
         max_num_seqs=policy.rollout.max_num_seqs,
-        prompt_tokens=config.data.max_prompt_length,
+        prompt_tokens=prompt_tokens or config.data.max_prompt_length,
         samples=policy.rollout.n,
         shared_rows=policy.rollout.n if policy.actor.use_prefix_grouper else 1,
         **own,
     )
     return stage_seconds(config, costs, tokens=tokens, stages=_model_stages(config))
+
+
+def _model(shape: ModelShape, dtype: str) -> Model:
+    return Model(shape.params, shape.layers, shape.hidden, shape.kv_width, 4 if dtype == "float32" else 2)
 
 
 def _model_stages(config: PPOConfig) -> set[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,11 +24,12 @@ from hybridrl.cli.plan import (
     USABLE,
     PlannedDevice,
     bfloat16_speed_up,
+    expected_sft_step,
     expected_step,
     read_shape,
     word,
 )
-from hybridrl.config import PPOConfig, load_config, model_folder
+from hybridrl.config import PPOConfig, SFTConfig, load_config, model_folder
 from hybridrl.config.introspection import value_at
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.driver.terminal import show, show_error
@@ -60,29 +61,48 @@ SFT_LEARNING_RATES = ((0, 1e-3), (30e6, 1e-4), (300e6, 2e-5), (1e9, 1e-5))
 VALIDATED = 256  # prompts of a known task's test split
 FREQUENCY = 20  # steps between two validations, and between two checkpoints
 
+Config = TypeVar("Config", PPOConfig, SFTConfig)
+
 
 def train(arguments: argparse.Namespace) -> None:
     """Run `hybridrl train`; the training takes the place of this process."""
     found = this_machine()
-    words = command_words(arguments, found)
-    command = [sys.executable, "-m", *words]
-    show(f"python -m {shlex.join(words)}\n")
-    if words[0] == "hybridrl.main_ppo":
-        show_error(_expected(words[1:], found))
+    run = chosen_run(arguments, found)
+    command = [sys.executable, "-m", *run.words]
+    show(f"python -m {shlex.join(run.words)}\n")
+    show_error(_expected(run, found))
     if not arguments.print:
         os.execv(command[0], command)
 
 
-def _expected(words: list[str], found: ThisMachine) -> str:
-    """Return the machine and the expected seconds of a step, see `hybridrl plan`."""
-    config = load_config(PPOConfig, words, program="hybridrl train", config_name="ppo_trainer")
+@dataclass(frozen=True)
+class ChosenRun:
+    """A program and its settings.
+
+    Attributes:
+        words: The module, and the settings.
+        tokens: Mean tokens of a prompt or conversation; of pairs, of their prompts.
+        response: Mean tokens of sampled answers; 0: none were sampled.
+    """
+
+    words: list[str]
+    tokens: int
+    response: int = 0
+
+
+def _expected(run: ChosenRun, found: ThisMachine) -> str:
+    """Return the machine and the expected seconds of a step, see `hybridrl plan`; "" for pairs."""
+    (module, *words), line = run.words, ""
     device = PlannedDevice(str(found), found.device, found.memory, is_here=True)
-    line = "" if config is None else expected_step(config, device)
+    if module == "hybridrl.main_ppo":
+        line = expected_step(_load(PPOConfig, words), device, prompt=run.tokens, response=run.response)
+    if module == "hybridrl.main_sft":
+        line = expected_sft_step(_load(SFTConfig, words), device, tokens=run.tokens)
     return f"{found}{line}" if line else ""
 
 
-def command_words(arguments: argparse.Namespace, found: ThisMachine) -> list[str]:
-    """Return the module of the program and its settings.
+def chosen_run(arguments: argparse.Namespace, found: ThisMachine) -> ChosenRun:
+    """Return the program that reads the data, with settings for these rows, the model and the machine.
 
     Raises:
         ConfigError: There is no such task or file, or no program reads its columns.
@@ -105,14 +125,25 @@ def command_words(arguments: argparse.Namespace, found: ThisMachine) -> list[str
     about = _About(arguments.model, folder, [*found_rows], len(rows), found)
     module, _, own = program.name.replace(" or main_rm", "").partition(" ")
     given = {name: value for name, _, value in (text.partition("=") for text in arguments.settings)}
-    if module == "main_ppo":  # a wrong word is refused before answers are sampled
-        load_config(PPOConfig, [PRESET, *arguments.settings], program="hybridrl train", config_name="ppo_trainer")
-    chosen = _ppo_settings(about, given) if module == "main_ppo" else _supervised_settings(about, module)
+    response = 0
+    if module == "main_ppo":
+        _load(PPOConfig, [PRESET, *arguments.settings])  # a wrong word is refused before answers are sampled
+        chosen, response = _ppo_settings(about, given)
+    else:
+        chosen = _supervised_settings(about, module)
     values = {**files, **chosen, **_record_settings(arguments, validates="data.val_files" in files)}
     words = [*(f"{key}={word(value)}" for key, value in values.items()), *own.split(), *arguments.settings]
     if module == "main_ppo":
         words = _planned([PRESET, *words], found)
-    return [f"hybridrl.{module}", *words]
+    return ChosenRun([f"hybridrl.{module}", *words], about.mean, response)
+
+
+def _load(schema: type[Config], words: list[str]) -> Config:
+    name = "ppo_trainer" if schema is PPOConfig else "sft_trainer"
+    config = load_config(schema, words, program="hybridrl train", config_name=name)
+    if config is None:  # --cfg job has shown the settings
+        raise ConfigError("--cfg: add it to the command that `hybridrl train --print` prints")
+    return config
 
 
 def _record_settings(arguments: argparse.Namespace, *, validates: bool) -> dict[str, Any]:
@@ -144,17 +175,23 @@ class _About:
         most = int(np.percentile(lengths, PERCENTILE))
         return max(lengths) if max(lengths) <= MAX_EXCESS * most else most
 
+    @property
+    def mean(self) -> int:
+        """The mean tokens of the rows that are not left out."""
+        lengths = [len(row) for row in self.rows if len(row) <= self.length]
+        return max(1, round(float(np.mean(lengths)))) if lengths else 1
 
-def _ppo_settings(about: _About, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings of GRPO. given: The user's own, as texts."""
+
+def _ppo_settings(about: _About, given: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+    """Return settings of GRPO, and the mean tokens of sampled answers. given: The user's own, as texts."""
     shape, positions = read_shape(about.folder), _positions(about.folder)
     prompt = _rounded(about.length, positions - ROUND_TO)
     gpus = about.machine.gpus
     fast = BFLOAT16 if _is_faster_in_bfloat16(about.machine) else {}
-    response = max(1, min(MAX_RESPONSE if gpus else CPU_RESPONSE, positions - prompt))
+    response, mean = max(1, min(MAX_RESPONSE if gpus else CPU_RESPONSE, positions - prompt)), 0
     if not given.keys() & {RESPONSE_LENGTH, *OTHER_ANSWERS}:
         dtype = fast.get("actor_rollout_ref.rollout.dtype", "auto")
-        response = _response_length(about, dtype=dtype, prompt=prompt, limit=response)
+        response, mean = _response_length(about, dtype=dtype, prompt=prompt, limit=response)
     batch = min(GPU_BATCH if gpus else int(_by_size(CPU_BATCHES, shape.params)), about.num_rows)
     chosen = {
         "data.train_batch_size": batch,
@@ -167,35 +204,36 @@ def _ppo_settings(about: _About, given: Mapping[str, str]) -> dict[str, Any]:
         "actor_rollout_ref.rollout.name": "vllm" if gpus and find_spec("vllm") else "hf",
     }
     on_cpu = {"actor_rollout_ref.actor.use_prefix_grouper": True, "trainer.backend": "local"}
-    return chosen | fast | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else on_cpu)
+    return chosen | fast | ({"trainer.n_gpus_per_node": gpus} if gpus > 1 else {} if gpus else on_cpu), mean
 
 
 def _is_faster_in_bfloat16(machine: ThisMachine) -> bool:
     return not machine.gpus and machine.bfloat16 != "" and bfloat16_speed_up() >= MIN_SPEED_UP
 
 
-def _response_length(about: _About, *, dtype: str, prompt: int, limit: int) -> int:
-    """Return the tokens that responses may have, by where sampled answers end; says what it saw.
+def _response_length(about: _About, *, dtype: str, prompt: int, limit: int) -> tuple[int, int]:
+    """Return the most tokens of responses, by where sampled answers end, and these answers' mean; says what it saw.
 
     Twice what nearly all of them have, because answers may get longer in training; `limit` if many do not end.
     """
     prompts = [row for row in about.rows if 0 < len(row) <= prompt][:NUM_ANSWERS]
     if not prompts:
-        return limit
+        return limit, 0
     special, device = load_special_tokens(about.folder), resolve_device("auto")
     setup = RolloutSetup(
         about.folder, RolloutConfig(dtype=dtype), special.eos_ids, special.pad_id, prompt, limit, device
     )
     keys = sequence_keys(row_seeds(0, len(prompts)), 1)
     found = make_rollout("hf", setup).generate_tokens(prompts, keys, SamplingParams(limit))
-    lengths = [length for length in found.mask.sum(-1).tolist() if length < limit]
+    sampled = found.mask.sum(-1).tolist()
+    lengths, mean = [length for length in sampled if length < limit], round(sum(sampled) / len(sampled))
     seen = f"{len(lengths)} of {len(prompts)} sampled answers end before token {limit}"
     if len(lengths) < ENDING_SHARE * len(prompts):
         show_error(f"{seen}\n")
-        return limit
+        return limit, mean
     most = int(np.percentile(lengths, ANSWER_PERCENTILE))
     show_error(f"{seen}, {ANSWER_PERCENTILE} % of these before token {most + 1}\n")
-    return _rounded(2 * most, limit)
+    return _rounded(2 * most, limit), mean
 
 
 def _supervised_settings(about: _About, module: str) -> dict[str, Any]:
@@ -218,9 +256,7 @@ def _supervised_settings(about: _About, module: str) -> dict[str, Any]:
 
 def _planned(words: list[str], found: ThisMachine) -> list[str]:
     """Return the words with the micro-batches and offloads that fit; the user's words stay the last."""
-    config = load_config(PPOConfig, words, program="hybridrl train", config_name="ppo_trainer")
-    if config is None:  # --cfg job has shown the settings
-        raise ConfigError("--cfg: add it to the command that `hybridrl train --print` prints")
+    config = _load(PPOConfig, words)
     validate_config(config)
     devices = Devices(read_shape=read_shape, device=found.device, memory=found.memory, budget=USABLE * found.memory)
     best = next((candidate for candidate in candidates(config, devices) if not candidate.problem), None)
@@ -230,7 +266,7 @@ def _planned(words: list[str], found: ThisMachine) -> list[str]:
             "needs. Take a smaller model, or shorter responses (data.max_response_length)"
         )
     given = {word.partition("=")[0] for word in words}
-    preset = load_config(PPOConfig, words[:1], program="hybridrl train", config_name="ppo_trainer")
+    preset = _load(PPOConfig, words[:1])
     changes = {name: value for name, value in best.changes.items() if name not in given}
     return [*words, *(f"{name}={word(value)}" for name, value in changes.items() if value_at(preset, name) != value)]
 

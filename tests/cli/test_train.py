@@ -11,8 +11,11 @@ import pytest
 
 from hybridrl import cli, main_dpo, main_ppo, main_sft
 from hybridrl.cli.arguments import command_parser
-from hybridrl.cli.train import command_words
+from hybridrl.cli.data.inspection import row_tokens
+from hybridrl.cli.train import chosen_run
 from hybridrl.planning.machine import ThisMachine
+from hybridrl.trainer.data.parquet import ParquetRows
+from hybridrl.trainer.data.tokenizer import load_tokenizer
 from tests.support.end_to_end.runs import metrics, write_prompts, write_reward
 
 GIB = 2**30
@@ -52,6 +55,7 @@ def test_responses_are_as_long_as_sampled_answers_and_prompts_as_nearly_all_rows
     printed = capsys.readouterr()
     assert "data.max_response_length=32 " in printed.out and "data.max_prompt_length=32 " in printed.out
     assert "16 of 16 sampled answers end before token 256, 95 % of these before token 2\n" in printed.err
+    assert "if responses have 1 tokens;" in printed.err  # as the sampled ones have
 
 
 @pytest.mark.parametrize(
@@ -69,15 +73,23 @@ def test_the_columns_choose_the_program(tmp_path, tiny_qwen2, capsys, row, modul
     assert program.main([*words, "--cfg", "job"]) == 0
 
 
+def test_fine_tuning_says_the_expected_seconds_for_the_rows_mean_tokens(tmp_path, tiny_qwen2, capsys):
+    rows = [{"messages": [{"role": "assistant", "content": text}]} for text in ("b", "b b", "b b b", "b " * 9)]
+    file, tokenizer = lines(tmp_path / "a.jsonl", *rows), load_tokenizer(str(tiny_qwen2), key="")
+    tokens = [*map(len, row_tokens(ParquetRows(file), "messages", tokenizer, is_prompt=False))]
+    assert cli.main(["train", "--print", file, str(tiny_qwen2), "data.train_batch_size=2"]) == 0
+    assert f" s, 2 conversations of {round(sum(tokens) / 4)} tokens\n" in capsys.readouterr().err
+
+
 def test_gpus_get_ray_and_what_does_not_fit_is_refused(tmp_path, tiny_qwen2):
     file = write_prompts(tmp_path / "a.parquet", 5)
     arguments = command_parser().parse_args(["train", file, str(tiny_qwen2)])
     arguments.settings = []
-    words = command_words(arguments, ThisMachine("cuda", "H100", 80 * GIB, cores=16, gpus=4, bfloat16=""))
+    words = chosen_run(arguments, ThisMachine("cuda", "H100", 80 * GIB, cores=16, gpus=4, bfloat16="")).words
     assert "trainer.n_gpus_per_node=4" in words and "trainer.backend=local" not in words
     assert not [word for word in words if "prefix_grouper" in word]  # its kernel has not been run on a GPU
     with pytest.raises(ValueError, match="does not fit into this machine's memory"):
-        command_words(arguments, ThisMachine("cuda", "tiny", 1e6, cores=1, gpus=1, bfloat16=""))
+        chosen_run(arguments, ThisMachine("cuda", "tiny", 1e6, cores=1, gpus=1, bfloat16=""))
 
 
 @pytest.mark.parametrize(

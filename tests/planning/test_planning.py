@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 
 from hybridrl import cli, main_ppo
 from hybridrl.algos.token_stats.from_states import CPU_TILE, DEVICE_TILE
-from hybridrl.cli.plan import faster_dtype
-from hybridrl.config import PPOConfig
+from hybridrl.cli.plan import PlannedDevice, expected_sft_step, faster_dtype
+from hybridrl.config import PPOConfig, SFTConfig, load_config
 from hybridrl.config.load import compose_settings
 from hybridrl.planning import Devices, candidates, plan_processes, with_settings
 from hybridrl.planning.costs import Costs, Device, Model
@@ -259,6 +260,24 @@ def test_a_cpu_with_products_in_bfloat16_is_said_with_the_speed_up():
     assert faster_dtype(chosen, "amx_bf16", speed=speed) == ""
     speeds["bfloat16"] = 3.1e11
     assert faster_dtype(config, "avx512_bf16", speed=speed) == ""
+
+
+def test_a_step_of_fine_tuning_computes_six_operations_a_token_and_parameter(model):
+    data = {"data.train_files": "x", "data.train_batch_size": 64, "model.path": str(model)}
+    words = [f"{key}={value}" for key, value in data.items()]
+    line = {}
+    for gpus in (1, 8):
+        config = load_config(
+            SFTConfig, [*words, f"trainer.n_gpus_per_node={gpus}"], program="", config_name="sft_trainer"
+        )
+        h100 = PlannedDevice("", "cuda", 80 * GIB, Device(1e15, 3e12))
+        line[gpus] = expected_sft_step(config, h100, tokens=512)
+    products = 6 * 7.6156e9 * 64 * 512
+    attention = 3 * 4 * 28 * 3584 * 256 * 64 * 512
+    seconds = (products + attention) / (1e15 * Costs.train_efficiency)
+    for gpus, text in line.items():
+        shown = float(re.fullmatch(r"\nexpected step: (.+) s, 64 conversations of 512 tokens\n", text)[1])
+        assert shown == pytest.approx(seconds / gpus, rel=0.05)
 
 
 def test_float32_is_proposed_where_bfloat16_is_slower():
