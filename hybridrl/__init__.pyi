@@ -23,9 +23,7 @@ from .single_controller.dispatch import Dispatch as Dispatch
 from .single_controller.dispatch import Execute as Execute
 from .single_controller.dispatch import register as register
 from .single_controller.placement.resource_pool import RayResourcePool as RayResourcePool
-from .single_controller.ray_worker_group import (
-    RayWorkerGroup as RayWorkerGroup,
-)
+from .single_controller.ray_worker_group import RayWorkerGroup as RayWorkerGroup
 from .single_controller.worker import Worker as Worker
 from .single_controller.worker_group import RayClassWithInitArgs as RayClassWithInitArgs
 from .trainer.ppo.trainer import RayPPOTrainer as RayPPOTrainer

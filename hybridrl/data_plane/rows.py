@@ -226,12 +226,7 @@ class Rows:
         `dataloader_kwargs={"shuffle": True}` shuffles the rows.
         """
         return iterate_mini_batches(
-            len(self),
-            self.select_idxs,
-            size=mini_batch_size,
-            epochs=epochs,
-            seed=seed,
-            loader_kwargs=dataloader_kwargs,
+            len(self), self.select_idxs, size=mini_batch_size, epochs=epochs, seed=seed, loader_kwargs=dataloader_kwargs
         )
 
     # Chunks.

@@ -138,12 +138,7 @@ class StepRunner:
         return getattr(self._of_thread, "stack", self.pending)
 
     def forward(
-        self,
-        fn: StageFn,
-        ctx: Any = None,
-        backward_stack: Pending | None = None,
-        *,
-        async_mode: bool | None = None,
+        self, fn: StageFn, ctx: Any = None, backward_stack: Pending | None = None, *, async_mode: bool | None = None
     ) -> Generator | None:
         """Run `fn` up to its `yield` and return the suspended generator, or None.
 

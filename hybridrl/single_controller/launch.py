@@ -17,11 +17,7 @@ from hybridrl.single_controller.worker_group import RayClassWithInitArgs
 
 
 def make_pools(
-    plan: Plan,
-    *,
-    max_colocate_count: int = 10,
-    detached: bool = False,
-    replace_timeout_s: float = REPLACE_TIMEOUT_S,
+    plan: Plan, *, max_colocate_count: int = 10, detached: bool = False, replace_timeout_s: float = REPLACE_TIMEOUT_S
 ) -> dict[str, RayResourcePool]:
     """Return the plan's pools by name.
 

@@ -28,11 +28,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def init_worker_process(
-    *,
-    device: str,
-    num_threads: int | None,
-    single_process: bool = False,
-    call_timeout_s: float = DEFAULT_TIMEOUT_S,
+    *, device: str, num_threads: int | None, single_process: bool = False, call_timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> str:
     """Prepare this process and return its device, "cpu" or "cuda".
 

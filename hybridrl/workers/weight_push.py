@@ -159,11 +159,7 @@ class WeightPushMixin(TrainingWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def receive_weights(
-        self,
-        version: int,
-        sent: "PushReceipt | None",
-        adapters: bool = False,
-        probe: Probe | None = None,
+        self, version: int, sent: "PushReceipt | None", adapters: bool = False, probe: Probe | None = None
     ) -> RolloutHealth:
         """Load weights of an actor in other processes.
 

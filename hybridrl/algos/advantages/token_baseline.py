@@ -87,11 +87,7 @@ def tir_optimal_token_baseline(
     }
     closed = {name: None if column is None else order.close_gaps(column) for name, column in closed.items()}
     mask_BT = order.close_gaps(torch.ones_like(token_level_rewards_BT)) > 0
-    advantages_BT, returns_BT = optimal_token_baseline(
-        response_mask_BT=mask_BT,
-        group_B=group_B,
-        **closed,
-    )
+    advantages_BT, returns_BT = optimal_token_baseline(response_mask_BT=mask_BT, group_B=group_B, **closed)
     return order.restore(advantages_BT), order.restore(returns_BT)
 
 

@@ -102,8 +102,7 @@ class GeneratorConfig:
     """The generation engine, of a run and of `main_generation`."""
 
     name: str = setting(
-        "vllm",
-        "Generation engine: vllm, hf, or a class of your own, as package.module:Name or path/to/file.py:Name.",
+        "vllm", "Generation engine: vllm, hf, or a class of your own, as package.module:Name or path/to/file.py:Name."
     )
     dtype: str = setting(
         "auto",

@@ -68,8 +68,7 @@ class RolloutCorrectionConfig:
     )
     rollout_is_batch_normalize: bool = setting(False, "Divide the weights by their mean over the step's batch.")
     rollout_rs: list[str] | None = setting(
-        None,
-        f"Leave tokens or sequences out of the loss by their divergence: some of {', '.join(REJECTION_KINDS)}.",
+        None, f"Leave tokens or sequences out of the loss by their divergence: some of {', '.join(REJECTION_KINDS)}."
     )
     rollout_rs_threshold: list[float | str] | None = setting(
         None, "Largest divergence, one or one for each rollout_rs; for k1 bounds lo_hi of its exponential, or 1/hi_hi."

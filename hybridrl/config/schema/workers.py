@@ -221,9 +221,7 @@ class ActorConfig:
     kl_loss_type: str = setting("low_var_kl", "KL estimator of the loss.", choices=KL_KINDS)
     grad_clip: float = setting(1.0, "Largest global gradient norm.", gt=0)
     entropy_from_logits_chunk_size: int | None = setting(
-        None,
-        "At most as many logits exist at a time as those of this many tokens; null chooses by the device.",
-        ge=1,
+        None, "At most as many logits exist at a time as those of this many tokens; null chooses by the device.", ge=1
     )
     calculate_sum_pi_squared: bool | None = setting(
         None,

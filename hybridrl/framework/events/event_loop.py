@@ -158,14 +158,7 @@ class ReplayingLoop(EventLoop):
         self._post(lambda: EventLoop.off(self, event, fn))  # listeners whose registration is still queued
 
     def emit_and_buffer(
-        self,
-        event: str,
-        args: tuple,
-        kwargs: dict,
-        *,
-        num_bytes: int = 0,
-        newest_only: bool = False,
-        key: str = "",
+        self, event: str, args: tuple, kwargs: dict, *, num_bytes: int = 0, newest_only: bool = False, key: str = ""
     ) -> None:
         """Emit, and buffer the event for late listeners.
 

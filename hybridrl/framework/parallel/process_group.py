@@ -130,10 +130,7 @@ class MemberGroup:
             raise error
         self._retries[node_id] += 1
         logger.warning(
-            "%s failed with %r; restarting it, retry %d",
-            self.plan.member_name(node_id),
-            error,
-            self._retries[node_id],
+            "%s failed with %r; restarting it, retry %d", self.plan.member_name(node_id), error, self._retries[node_id]
         )
         if isinstance(error, WorkerLost):
             kill({self.plan.member_name(node_id): self.members[node_id]})  # frees its name

@@ -99,10 +99,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     readable["content"] = message.get("content") or ""
     if message.get("tool_calls"):
         readable["tool_calls"] = [
-            {
-                **call,
-                "function": {**call["function"], "arguments": parsed_arguments(call["function"].get("arguments"))},
-            }
+            {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"].get("arguments"))}}
             for call in message["tool_calls"]
         ]
     return readable

@@ -94,9 +94,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
     ranks = iter([(resource_pool, rank) for rank in range(world_size)])
     return [
         SubRayResourcePool(
-            list(itertools.islice(ranks, size)),
-            like=resource_pool,
-            name_prefix=f"{resource_pool.name_prefix}/part-{i}",
+            list(itertools.islice(ranks, size)), like=resource_pool, name_prefix=f"{resource_pool.name_prefix}/part-{i}"
         )
         for i, size in enumerate(sizes)
     ]

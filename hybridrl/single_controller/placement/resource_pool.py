@@ -147,10 +147,7 @@ class RayResourcePool(ResourcePool):
             PlacementError: no other node had free capacity in time.
         """
         self._groups = replace_lost_nodes(
-            self.get_placement_groups(),
-            self.reservations(),
-            detached=self.detached,
-            timeout_s=self.replace_timeout_s,
+            self.get_placement_groups(), self.reservations(), detached=self.detached, timeout_s=self.replace_timeout_s
         )
 
     def acquire_share(self, user: str, share: float) -> None:

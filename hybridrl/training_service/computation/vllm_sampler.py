@@ -79,10 +79,7 @@ def _rollout_with_slots(setup: RolloutSetup, max_rank: int) -> rollouts.VLLMRoll
 
 def _engine_setup(setup: RolloutSetup) -> EngineSetup:
     return EngineSetup(
-        kind="causal_lm",
-        path=setup.model_path,
-        settings=FSDPConfig(),
-        trust_remote_code=setup.trust_remote_code,
+        kind="causal_lm", path=setup.model_path, settings=FSDPConfig(), trust_remote_code=setup.trust_remote_code
     )
 
 

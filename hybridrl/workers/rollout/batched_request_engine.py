@@ -80,11 +80,7 @@ class BatchedRequestEngine(RequestEngine):
         num_done = done if needs_history(sampling, stop_condition) else 0
         generated = self.rollout.generate_tokens(prompts, keys, sampling, num_done=num_done, **more)
         rows = zip(
-            batch,
-            generated.tokens.tolist(),
-            generated.log_probs.tolist(),
-            generated.mask.sum(-1).tolist(),
-            strict=True,
+            batch, generated.tokens.tolist(), generated.log_probs.tolist(), generated.mask.sum(-1).tolist(), strict=True
         )
         return [
             output
