@@ -3,8 +3,9 @@
 The environment says what to do:
 
 DRIVER_FAULTS: JSON, a list of {"step", "stage", "after_s", "how"}, how: SIGKILL, SIGSTOP, exit, cluster (kill the
-process that holds the Ray cluster), or worker (do nothing to the driver). A fault with a "role" kills rank 0 of that
-role "before_s" seconds before.
+process that holds the Ray cluster), or worker (do nothing to the driver). "after_s" counts from the stage's first call,
+once every rank has it; in a push of weights, and if it is 0, from the stage's start. A fault with a "role" kills rank 0
+of that role "before_s" seconds before.
 DRIVER_FAULTS_LOG: a file that gets a JSON line per fault; the next attempt of the driver reads there what was planted.
 """
 
@@ -16,6 +17,7 @@ import threading
 import time
 
 from hybridrl.framework.stage import spec_of
+from hybridrl.single_controller import RayWorkerGroup
 
 LOG = os.environ.get("DRIVER_FAULTS_LOG", "")
 PLANTING = threading.Lock()  # stages may start at the same time, and one kill counts for one fault
@@ -34,13 +36,14 @@ def with_faults(fn, trainer):
         with PLANTING:
             for number, fault in enumerate(json.loads(os.environ["DRIVER_FAULTS"])):
                 if (fault["step"], fault["stage"]) == (step, name) and number not in planted():
-                    log_fault(
-                        {"number": number, "at": time.time() + fault["after_s"], "pids": worker_pids(trainer), **fault}
-                    )
+                    entry = {"number": number, "pids": worker_pids(trainer), **fault}
                     if fault["after_s"] == 0:  # a timer's thread may start when the next stage runs
+                        log_fault(entry)
                         hit(fault, trainer)
+                    elif name == "update_weights":
+                        hit_later(entry, fault, trainer)
                     else:
-                        threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
+                        after_next_call(functools.partial(hit_later, entry, fault, trainer))
         return fn(ctx)
 
     return run
@@ -55,7 +58,29 @@ def planted():
 
 def log_fault(entry):
     with open(LOG, "a") as log:
-        log.write(json.dumps(entry) + "\n")
+        log.write(json.dumps(entry | {"at": time.time() + entry["after_s"]}) + "\n")
+
+
+def hit_later(entry, fault, trainer):
+    log_fault(entry)
+    threading.Timer(fault["after_s"], hit, (fault, trainer)).start()
+
+
+def after_next_call(act):
+    """Act when the next call of a group has been sent to all its ranks.
+
+    A driver that dies between two of them leaves one rank waiting for the other, which costs their processes.
+    """
+    send = RayWorkerGroup.start_calls
+
+    @functools.wraps(send)
+    def start_calls(self, *args, **kwargs):
+        RayWorkerGroup.start_calls = send
+        references = send(self, *args, **kwargs)
+        act()
+        return references
+
+    RayWorkerGroup.start_calls = start_calls
 
 
 def worker_pids(trainer):
