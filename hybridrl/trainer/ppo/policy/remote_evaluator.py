@@ -4,8 +4,10 @@ The driver's part of a validation (decoding, scoring) runs in a thread. A newer 
 An error in the thread is raised in the training loop at its next `poll`.
 """
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +66,10 @@ class RemoteEvaluator:
         Raises:
             TimeoutError: They are not finished after `DRAIN_TIMEOUT_S`.
         """
-        self._requests.put(None, timeout=DRAIN_TIMEOUT_S)
-        self._thread.join(DRAIN_TIMEOUT_S)
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        with contextlib.suppress(queue.Full):  # the thread lives, and the error below is raised
+            self._requests.put(None, timeout=DRAIN_TIMEOUT_S)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             raise TimeoutError(f"the last evaluation was not finished {DRAIN_TIMEOUT_S:g} s after the end of training")
         return self.poll()

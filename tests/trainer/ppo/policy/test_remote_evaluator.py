@@ -56,6 +56,25 @@ def test_drain_waits_for_the_running_and_the_waiting_evaluation():
     assert [found["val/version"] for found in evaluation.drain()] == [1.0, 2.0]
 
 
+def test_one_deadline_ends_the_wait_for_both(monkeypatch):
+    monkeypatch.setattr("hybridrl.trainer.ppo.policy.remote_evaluator.DRAIN_TIMEOUT_S", 1.0)
+    gate = Gate()
+    evaluation = RemoteEvaluator(gate)
+    evaluation.submit(1, 10)
+    while gate.seen != [1]:
+        time.sleep(0.005)
+    evaluation.submit(2, 20)
+    threading.Timer(0.6, gate.open.release).start()  # the second one is begun in time, and not ended
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="the last evaluation was not finished 1 s after"):
+        evaluation.drain()
+    assert time.monotonic() - start < 1.5
+    with pytest.raises(TimeoutError, match="the last evaluation"):
+        evaluation.submit(3, 30)
+        evaluation.drain()
+    gate.open.release(9)
+
+
 def test_an_error_in_the_evaluator_is_raised_by_poll():
     def broken(version, weights):
         raise KeyError("planted")
