@@ -190,5 +190,5 @@ def stage_seconds(config: PPOConfig, costs: Costs, *, tokens: int, stages: Colle
 def step_seconds(config: PPOConfig, seconds: dict[str, float]) -> float:
     """Return the seconds of a step: generation runs beside the rest with `trainer.lag` and a pool of its own."""
     rest = sum(seconds.values()) - seconds["gen"]
-    ahead = config.trainer.lag > 0 and config.actor_rollout_ref.rollout.n_gpus_per_node > 0
+    ahead = config.trainer.rollout_lag > 0 and config.actor_rollout_ref.rollout.n_gpus_per_node > 0
     return max(seconds["gen"], rest) if ahead else seconds["gen"] + rest

@@ -94,8 +94,7 @@ def ahead_problems(config: PPOConfig) -> Problems:
             "trainer.backend=local"
         )
     bound = trainer.staleness
-    ahead = trainer.lag if bound is None or trainer.stale_tokens == "drop" else min(trainer.lag, bound)
-    if trainer.partial_rollout and ahead < 2:
+    if trainer.partial_rollout and trainer.rollout_lag < 2:
         name, value = ("lag", trainer.lag) if trainer.lag < 2 else ("staleness", bound)
         yield f"trainer.partial_rollout=true: needs two weight versions; set trainer.{name}=2 or more, not {value}"
     if trainer.partial_rollout and rollout.mode == "sync":

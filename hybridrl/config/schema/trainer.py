@@ -90,7 +90,7 @@ class TrainerConfig:
     parity_freq: int = setting(50, "Repeat this check every so many pushes; 0 means never.", ge=0)
     replay: ReplayConfig = section(ReplayConfig, "Replay of samples that are up to trainer.staleness versions old.")
     middleware: list[str] = setting(
-        [], "Functions path.py:fn that change the stages of the loop; see docs/framework.md."
+        [], "Functions path.py:fn of (task, trainer) that change the loop's stages; see examples/middleware.py."
     )
     critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0)
     val_before_train: bool = setting(True, "Validate before the first step.")
@@ -162,6 +162,11 @@ class TrainerConfig:
         "the tokens. null: with jsonl in trainer.logger a few samples of each step, in the run's directory.",
     )
     validation_data_dir: str | None = setting(None, "Write every validation's samples there as JSONL.")
+
+    @property
+    def rollout_lag(self) -> int:
+        """By how many steps generation is ahead: `lag`, unless `staleness` rejects older responses."""
+        return self.lag if self.staleness is None or self.stale_tokens == "drop" else min(self.lag, self.staleness)
 
     @property
     def recorded_kinds(self) -> tuple[str, ...]:

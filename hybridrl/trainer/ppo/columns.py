@@ -18,6 +18,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.schema.rollout_correction import correction_plan
 from hybridrl.data_plane.meta_info import UpdatePlan
 from hybridrl.framework.stage import Stage
+from hybridrl.trainer.data.prompt_loader import ROW
 from hybridrl.trainer.ppo.step_settings import (
     StepSettings,
     compares_log_probs,
@@ -38,7 +39,7 @@ from hybridrl.trainer.roles import Role
 from hybridrl.trainer.run.middleware import Column, Condition
 
 INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "position_ids"
-SEEDS, UID, DATASET_ROW, EPISODE = "seeds", "uid", "dataset_row", UpdatePlan.EPISODE
+SEEDS, UID, DATASET_ROW, EPISODE = "seeds", "uid", ROW, UpdatePlan.EPISODE
 PROMPTS, RESPONSES, RESPONSE_MASK = "prompts", "responses", "response_mask"
 ROLLOUT_LOG_PROBS, NUM_TURNS = "rollout_log_probs", "num_turns"
 WEIGHTS_VERSION, TOKEN_VERSIONS, ROUTED_EXPERTS = "weights_version", "token_versions", "routed_experts"

@@ -246,9 +246,8 @@ class PPOLoop(Trainer):
         Not below the lag: a snapshot waits for all submitted responses, and the lag exists so that a step need not.
         """
         trainer = self.config.trainer
-        if trainer.backend != "ray" or not trainer.snapshot_freq:
-            return 0
-        return max(trainer.snapshot_freq, step_settings.rollout_lag(self.config))
+        takes_some = trainer.backend == "ray" and trainer.snapshot_freq
+        return max(trainer.snapshot_freq, trainer.rollout_lag) if takes_some else 0
 
     def device_slots(self) -> DeviceSlots | None:
         """Return role -> device slots if work that was submitted runs beside other stages, else None."""

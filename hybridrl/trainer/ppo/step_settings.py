@@ -197,7 +197,7 @@ def has_reward_model(settings: StepSettings) -> bool:
 def trains_what_it_generates(config: PPOConfig) -> bool:
     """Return whether a step trains exactly the responses that it generated, one row each."""
     others = filters_groups(config) or config.algorithm.select_samples.k or trains_branches(config)
-    return not (rollout_lag(config) or others or uses_greedy_baseline(config))
+    return not (config.trainer.rollout_lag or others or uses_greedy_baseline(config))
 
 
 def samples_per_group(config: PPOConfig) -> int:
@@ -301,14 +301,6 @@ def max_sample_age(config: PPOConfig) -> int:
     return config.trainer.lag if config.trainer.staleness is None else config.trainer.staleness
 
 
-def rollout_lag(config: PPOConfig) -> int:
-    """Return by how many steps generation is ahead: `trainer.lag`, unless older responses would be rejected."""
-    trainer = config.trainer
-    if trainer.staleness is None or trainer.stale_tokens == "drop":
-        return trainer.lag
-    return min(trainer.lag, trainer.staleness)
-
-
 def num_chunks(config: PPOConfig) -> int:
     """Return in how many parts a batch's responses are generated, each with the weights of another step."""
-    return max(1, rollout_lag(config)) if config.trainer.partial_rollout else 1
+    return max(1, config.trainer.rollout_lag) if config.trainer.partial_rollout else 1

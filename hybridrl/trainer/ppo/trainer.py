@@ -111,7 +111,7 @@ class RayPPOTrainer(PPOLoop):
         A stage lists all columns that it may read and write; it keeps those that `columns.py` has with these settings.
         """
         on, settings = stage_roles(roles), StepSettings(config, roles, cls)
-        is_on_policy = config.trainer.lag == 0 and not config.algorithm.filter_groups.defers
+        is_on_policy = not config.trainer.rollout_lag and not config.algorithm.filter_groups.defers
         return [
             # 1. Prompts of the step that is `trainer.lag` ahead.
             Stage(cls.next_batch, writes=c.PROMPT_INPUT, pure=False),
@@ -160,7 +160,10 @@ class RayPPOTrainer(PPOLoop):
         """Load the prompts of the step that is `trainer.lag` ahead. None near the end of the run."""
         ctx.started_at = time.perf_counter()
         self.global_steps += 1
-        ctx.batch = self.prompts.next_batch() if len(self.pipeline) <= self.num_ahead else None
+        ctx.batch = self._next_prompts()
+
+    def _next_prompts(self) -> DataProto | None:
+        return self.prompts.next_batch() if len(self.pipeline) <= self.num_ahead else None
 
     def generate(self, ctx: BatchContext) -> None:
         """Generate `rollout.n` responses per prompt, in adjacent rows. With a lag, those of prompts loaded earlier."""
@@ -241,7 +244,7 @@ class RayPPOTrainer(PPOLoop):
         """Run the stages between `next_batch` and `filter_groups` for another generation batch; return its context."""
         more = copy.copy(ctx)
         more.gen_batch = gen_batch
-        more.batch = self.prompts.next_batch() if len(self.pipeline) <= self.num_ahead else None
+        more.batch = self._next_prompts()
         more.metrics = {}
         stages = self.stages()
         names = [spec_of(fn).name for fn in stages]

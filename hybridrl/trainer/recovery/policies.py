@@ -1,4 +1,4 @@
-"""Policies of a run about losses. Each does nothing by default. A run without Ray has these defaults.
+"""What a run does about lost workers, by default nothing. A run without Ray has these defaults.
 
     RetryPolicy   runs a step once; `StepRetry` (`step_retry.py`) again after a lost worker
     RankPolicy    the number of ranks never changes; with `ElasticRanks` (`elastic.py`, `trainer.min_ranks`) it does

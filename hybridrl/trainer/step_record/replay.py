@@ -149,7 +149,7 @@ def _reason_not_to_repeat(config: PPOConfig, stage: str) -> str | None:
         return None
     rollout = config.actor_rollout_ref.rollout
     for depends, reason in (
-        (config.trainer.lag > 0, f"trainer.lag={config.trainer.lag}, so it began in an earlier step"),
+        (config.trainer.rollout_lag > 0, f"trainer.lag={config.trainer.lag}, so it began in an earlier step"),
         (rollout.mode != "sync", f"actor_rollout_ref.rollout.mode={rollout.mode}"),
         (rollout.name != "hf", f"actor_rollout_ref.rollout.name={rollout.name}, and one process on a CPU has no such"),
         (stage == "filter_groups" or config.algorithm.filter_groups.enable, "algorithm.filter_groups draws again"),

@@ -79,8 +79,8 @@ def make_policy_workers(groups: Mapping[str, Any], manager: ResourcePoolManager,
     on_cuda = any(getattr(pool, "use_gpu", False) for pool in manager.resource_pool_dict.values())
     on_cuda |= trainer.backend == "local" and trainer.device != "cpu" and torch.cuda.is_available()
     # With a lag, generation in the same process may not be finished when training begins: do not sleep.
-    sleep = on_cuda and rollout.free_cache_engine and not trainer.lag and manager.share_a_pool(Role.Actor, Role.Rollout)
-    return PolicyWorkers(groups, sleep=sleep, trains=not config.only_generates)
+    sleeps = rollout.free_cache_engine and not trainer.rollout_lag and manager.share_a_pool(Role.Actor, Role.Rollout)
+    return PolicyWorkers(groups, sleep=on_cuda and sleeps, trains=not config.only_generates)
 
 
 def image_processor(config: PPOConfig, tokenizer: Any) -> ImageProcessor | None:

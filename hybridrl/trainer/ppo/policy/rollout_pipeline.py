@@ -38,7 +38,7 @@ from hybridrl.trainer.ppo.policy.generator import Generator, Pending, PendingRes
 from hybridrl.trainer.ppo.policy.parity_gate import ParityGate
 from hybridrl.trainer.ppo.policy.policy_workers import PolicyWorkers
 from hybridrl.trainer.ppo.policy.weight_sync import InProcessWeightSync, WeightsOfModel, WeightSync, at_once
-from hybridrl.trainer.ppo.step_settings import num_chunks, rollout_lag, uses_greedy_baseline
+from hybridrl.trainer.ppo.step_settings import num_chunks, uses_greedy_baseline
 
 
 class BatchedGenerator:
@@ -162,11 +162,10 @@ class RolloutPipeline:
     ):
         self.workers, self.config, self.gate = workers, config, gate
         self.generator: Generator = generator or BatchedGenerator()
-        self.lag = rollout_lag(config)
+        self.lag = config.trainer.rollout_lag
         bounds = even_bounds(config.data.max_response_length, num_chunks(config))
         self.chunk_tokens = [stop - start for start, stop in bounds]
-        rollout = config.actor_rollout_ref.rollout
-        overlaps_training = config.trainer.lag > 0 or rollout.endpoint_port > 0
+        overlaps_training = self.lag > 0 or config.actor_rollout_ref.rollout.endpoint_port > 0
         self._concurrent = overlaps_training and workers.rollout is not workers.hybrid
         self._sync = self._make_sync(overlaps_training=overlaps_training)
         self.version: int | None = None  # of the last push
@@ -180,8 +179,7 @@ class RolloutPipeline:
             return WeightsOfModel(workers.rollout)
         if workers.rollout is workers.hybrid:
             return InProcessWeightSync(workers.hybrid, settings)
-        groups = (workers.actor, workers.rollout)
-        return ppo.CrossProcessWeightSync(*groups, settings, overlaps_training=overlaps_training)
+        return ppo.CrossProcessWeightSync(workers.actor, workers.rollout, settings, overlaps_training=overlaps_training)
 
     def __len__(self) -> int:
         return len(self._pending)

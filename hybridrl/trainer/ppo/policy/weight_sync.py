@@ -71,8 +71,8 @@ class InProcessWeightSync:
         self._complete = True
 
         def receive() -> PendingPush:
-            health = self._group.update_weights.submit(version, adapters, *probe_of(probing))
-            return PendingPush(self._group, health, version, after=self._after, probing=probing)
+            health, method = self._group.update_weights.submit(version, adapters, *probe_of(probing)), "update_weights"
+            return PendingPush(self._group, health, version, after=self._after, method=method, probing=probing)
 
         return turn(version, receive)
 
@@ -105,7 +105,7 @@ class WeightsOfModel:
         Nothing is probed.
         """
         ask, ignore = self._group.rollout_health.submit, lambda version, error: None
-        return turn(version, lambda: PendingPush(self._group, ask(), version, after=ignore))
+        return turn(version, lambda: PendingPush(self._group, ask(), version, after=ignore, method="rollout_health"))
 
     def cancel(self, reason: str) -> None:
         """Do nothing: there is no channel."""
@@ -138,6 +138,7 @@ class PendingPush:
         after: Called at the end with the version and the error, if any.
         sent: References to the receipts of the actor's processes; none inside one process.
         probing: What goes with the push.
+        method: The rollout's method that was called, for errors.
     """
 
     group: Any
@@ -146,6 +147,7 @@ class PendingPush:
     after: Callable[[int, BaseException | None], None]
     sent: Sequence = ()
     probing: Probing | None = None
+    method: str = "receive_weights"
 
     def wait(self) -> None:
         """Wait for the push and verify it.
@@ -156,7 +158,7 @@ class PendingPush:
         ranks = [*range(len(self.health)), *range(len(self.sent))]
         ends = OutputRefs([*self.health, *self.sent], ranks=ranks, fetch=self.group.fetch)
         try:  # both ends at once: the first failure has the cause
-            results = self.group.fetch(ends, method="receive_weights" if self.sent else "load_weights")
+            results = self.group.fetch(ends, method=self.method)
             health, sent = results[: len(self.health)], results[len(self.health) :]
             verify_push(health, self.version, sent=sent[0].fingerprint if sent else None)
             if self.probing is not None:
