@@ -53,7 +53,7 @@ from hybridrl.workers.engine.utilization.matmul_peak import matmul_peak
 from hybridrl.workers.engine.utilization.model_flops import FORWARD, UPDATE, ModelFlops
 from hybridrl.workers.process_setup import keep_freed_memory
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, make_rollout
-from hybridrl.workers.rollout.sampling.sampler import row_seeds, sequence_keys
+from hybridrl.workers.rollout.sampling.sampler import default_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 
 STAGES = ("gen", "prefill", "update", "push", "snapshot")
@@ -113,7 +113,7 @@ def our_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     engine.setup()
     config = RolloutConfig(dtype=job["dtype"])
     rollout = make_rollout("hf", RolloutSetup(job["model"], config, (), PAD, LONG_PROMPT_TOKENS, job["tokens"]))
-    keys = sequence_keys(row_seeds(1, len(prompts)), job["n"])
+    keys = sequence_keys(default_seeds(1, len(prompts)), job["n"])
 
     def loss(outputs: dict[str, torch.Tensor], _: DataProto) -> tuple[torch.Tensor, dict]:
         return -outputs["log_probs"].mean(), {}

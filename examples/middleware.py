@@ -18,7 +18,7 @@ def keep_what_teaches(task, trainer):
     def drop_rows_without_signal(ctx):
         columns = ctx.batch.batch
         teaches = (columns["advantages"] != 0).any(-1)
-        columns["reward_valid"] &= teaches
+        columns["reward_valid"] = columns["reward_valid"] & teaches
         ctx.metrics["train/share_of_rows_that_teach"] = float(teaches.float().mean())
 
     task.insert_after("adv", drop_rows_without_signal)

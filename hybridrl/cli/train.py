@@ -41,7 +41,7 @@ from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.workers.process_setup import resolve_device
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, make_rollout
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, default_seeds, sequence_keys
 
 PRESET = "--config-name=grpo_trainer"
 MEASURED_ROWS = 2000  # whose lengths are looked at; longer prompts among the others are left out
@@ -223,7 +223,7 @@ def _response_length(about: _About, *, dtype: str, prompt: int, limit: int) -> t
     setup = RolloutSetup(
         about.folder, RolloutConfig(dtype=dtype), special.eos_ids, special.pad_id, prompt, limit, device
     )
-    keys = sequence_keys(row_seeds(0, len(prompts)), 1)
+    keys = sequence_keys(default_seeds(0, len(prompts)), 1)
     found = make_rollout("hf", setup).generate_tokens(prompts, keys, SamplingParams(limit))
     sampled = found.mask.sum(-1).tolist()
     lengths, mean = [length for length in sampled if length < limit], round(sum(sampled) / len(sampled))

@@ -32,7 +32,7 @@ from hybridrl.workers.engine.model_files import check_model
 from hybridrl.workers.images import load_processor
 from hybridrl.workers.rollout.base import RolloutSetup, load_special_tokens, rollout_class
 from hybridrl.workers.rollout.requests import Request
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, default_seeds
 
 logger = logging.getLogger(__name__)
 COLUMN = "responses"
@@ -130,7 +130,7 @@ async def _generate(
         do_sample=not is_greedy,
         logprobs=False,
     )
-    seeds = row_seeds(config.trainer.seed, len(prompts)).tolist()
+    seeds = default_seeds(config.trainer.seed, len(prompts)).tolist()
     room = asyncio.Semaphore(MAX_OPEN)
     async with ReplicaRouter(replicas) as router:
 

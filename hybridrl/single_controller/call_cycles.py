@@ -64,7 +64,7 @@ class CallInProgress:
     Attributes:
         call: Ray's id of it (hex).
         role, method, rank: what is called, and of which worker.
-        threads: concurrency group that executes it; None for the thread of all other calls.
+        concurrency_group: The one that executes it; None for the thread of all other calls.
         start: of `time.perf_counter()`.
         waits: what it waits for at the moment.
     """
@@ -73,7 +73,7 @@ class CallInProgress:
     role: str
     method: str
     rank: int
-    threads: str | None = None
+    concurrency_group: str | None = None
     start: float = field(default_factory=time.perf_counter)
     waits: "list[Wait]" = field(default_factory=list)
 

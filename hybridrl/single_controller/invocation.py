@@ -110,7 +110,7 @@ class Invocation:
     concurrency_group: str | None = None
 
     @property
-    def threads(self) -> str | None:
+    def used_concurrency_group(self) -> str | None:
         """The concurrency group that runs the call; None for the thread of all other calls."""
         return self.concurrency_group or (CONCURRENT if self.concurrency > 1 else None)
 

@@ -164,10 +164,10 @@ class RayWorkerGroup(WorkerGroup[W]):
             raise self._liveness.lost
         invocation = invocation or self.invocations.get(method)
         options: dict[str, Any] = {"num_returns": 2} if with_num_rows else {}
-        threads = None if invocation is None else invocation.threads
-        if threads is not None:
-            options["concurrency_group"] = threads
-        header = self._header(method, threads)
+        concurrency_group = None if invocation is None else invocation.used_concurrency_group
+        if concurrency_group is not None:
+            options["concurrency_group"] = concurrency_group
+        header = self._header(method, concurrency_group)
         outputs = []
         for rank, (args, kwargs) in zip(ranks, arguments, strict=True):
             host = self.processes.hosts[rank]
@@ -177,16 +177,17 @@ class RayWorkerGroup(WorkerGroup[W]):
         values, sizes = zip(*outputs, strict=True) if with_num_rows else (outputs, None)
         return self._references(method, ranks, values, sizes, invocation=invocation)
 
-    def _header(self, method: str, threads: str | None = None) -> list[Any]:
-        return list(CallHeader(self.processes.fencing_token, self.role, method, threads))
+    def _header(self, method: str, concurrency_group: str | None = None) -> list[Any]:
+        return list(CallHeader(self.processes.fencing_token, self.role, method, concurrency_group))
 
     def check_callable(self, name: str, invocation: Invocation) -> None:
         # Ray ends a process that is called in a concurrency group that it does not have.
-        if invocation.threads is not None and invocation.threads not in self.processes.concurrency_groups:
+        needed = invocation.used_concurrency_group
+        if needed is not None and needed not in self.processes.concurrency_groups:
             raise ConfigError(
-                f"{self.role}.{name} needs the concurrency group {invocation.threads!r}, but its processes have "
+                f"{self.role}.{name} needs the concurrency group {needed!r}, but its processes have "
                 f"{sorted(self.processes.concurrency_groups) or 'none'}; start them with "
-                f"update_options({{'concurrency_groups': {{{invocation.threads!r}: {invocation.concurrency}}}}})"
+                f"update_options({{'concurrency_groups': {{{needed!r}: {invocation.concurrency}}}}})"
             )
 
     def call_through_actor(self, store: Any, method: str, *, timeout_s: float) -> OutputRefs:

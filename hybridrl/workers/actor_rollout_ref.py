@@ -104,7 +104,7 @@ class ActorRolloutRefWorker(WeightPushMixin):
         policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
         setup = self._policy_setup(
             policy.path,
-            self._offload,
+            self._engine_settings,
             gradient_checkpointing=policy.enable_gradient_checkpointing,
             optim=actor.optim,
             total_steps=total_optimizer_steps,

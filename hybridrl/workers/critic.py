@@ -35,7 +35,7 @@ class CriticWorker(TrainingWorker):
             self.config,
             kind="value",
             path=critic.model.path or self.config.actor_rollout_ref.model.path,
-            settings=self._offload,
+            settings=self._engine_settings,
             device=self.device,
             packed=critic.model.use_remove_padding,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
@@ -74,7 +74,7 @@ class CriticWorker(TrainingWorker):
         return DataProto(meta_info={"metrics": metrics})
 
     @property
-    def _offload(self) -> EngineSettings:
+    def _engine_settings(self) -> EngineSettings:
         return critic_engine_settings(self.config)
 
 

@@ -204,15 +204,15 @@ class TrainingWorker(EngineWorker):
         raise NotImplementedError
 
     @property
-    def _offload(self) -> EngineSettings:
+    def _engine_settings(self) -> EngineSettings:
         """Return the settings of that engine."""
         raise NotImplementedError
 
     def _trained(self, *, optimizer: bool = False) -> AbstractContextManager[base.Engine]:
         """Return a block in which the trained engine, and its optimizer if asked for, is on its device."""
-        offload = self._offload
-        with_optimizer = optimizer and offload.optimizer_offload
-        return on_device(self.trained_engine, self.device, params=offload.param_offload, optimizer=with_optimizer)
+        settings = self._engine_settings
+        with_optimizer = optimizer and settings.optimizer_offload
+        return on_device(self.trained_engine, self.device, params=settings.param_offload, optimizer=with_optimizer)
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> int:

@@ -50,7 +50,8 @@ class PreferenceWorker(SupervisedWorker):
         loss = PREFERENCE_LOSSES.lookup(self.config.loss.loss_type)
         self.sequences_per_row = 2 if loss.is_paired else 1
         if loss.needs_reference and not self.config.model.uses_lora:
-            settings = self._offload.with_offload(params=self.config.ref.fsdp_config.param_offload, optimizer=False)
+            offloads = self.config.ref.fsdp_config.param_offload
+            settings = self._engine_settings.with_offload(params=offloads, optimizer=False)
             setup = self._engine_setup(total_optimizer_steps)
             setup = replace(setup, settings=settings, optim=None, gradient_checkpointing=False)
             self.reference = self._set_up(make_engine(self.config.strategy, setup))
@@ -64,7 +65,7 @@ class PreferenceWorker(SupervisedWorker):
     @register(ENGINE_COMPUTE)
     def compute_scores(self, data: DataProto) -> DataProto:
         """Return `scores` (B,) float32: summed log-probs of the responses under the policy, minus the reference's."""
-        log_probs_B = self._sequence_log_probs(self.model, data, offload=self._offload.param_offload)
+        log_probs_B = self._sequence_log_probs(self.model, data, offload=self._engine_settings.param_offload)
         return DataProto.from_dict(tensors={"scores": log_probs_B - self._reference_log_probs(data)})
 
     def _reference_log_probs(self, data: DataProto) -> torch.Tensor:
@@ -72,7 +73,7 @@ class PreferenceWorker(SupervisedWorker):
             offload = self.config.ref.fsdp_config.param_offload
             return self._sequence_log_probs(self.reference, data, offload=offload)
         with cast(AdapterEngine, self.model).adapters_off():
-            return self._sequence_log_probs(self.model, data, offload=self._offload.param_offload)
+            return self._sequence_log_probs(self.model, data, offload=self._engine_settings.param_offload)
 
     def _sequence_log_probs(self, engine: Engine, data: DataProto, *, offload: bool) -> torch.Tensor:
         with on_device(engine, self.device, params=offload):

@@ -53,7 +53,7 @@ class SupervisedWorker(TrainingWorker):
         return self.model
 
     @property
-    def _offload(self) -> EngineSettings:
+    def _engine_settings(self) -> EngineSettings:
         return supervised_engine_settings(self.config)
 
     def _engine_setup(self, total_optimizer_steps: int) -> EngineSetup:
@@ -64,7 +64,7 @@ class SupervisedWorker(TrainingWorker):
             trust_remote_code=config.model.trust_remote_code,
             override_config=dict(config.model.override_config),
             device=self.device,
-            settings=self._offload,
+            settings=self._engine_settings,
             gradient_checkpointing=config.model.enable_gradient_checkpointing,
             packed=config.model.use_remove_padding,
             optim=config.optim,

@@ -51,7 +51,7 @@ class WeightPushMixin(TrainingWorker):
         return self.actor
 
     @property
-    def _offload(self) -> EngineSettings:
+    def _engine_settings(self) -> EngineSettings:
         return engine_settings(self.config.actor_rollout_ref.actor)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -88,6 +88,6 @@ def test_two_attributes_with_one_endpoint_name_are_refused():
 
 
 def test_a_call_runs_in_its_group_or_among_the_concurrent_ones_or_in_the_shared_thread():
-    assert Invocation().threads is None
-    assert Invocation(concurrency=2).threads == CONCURRENT
-    assert Invocation(concurrency=2, concurrency_group=USER_CODE).threads == USER_CODE
+    assert Invocation().used_concurrency_group is None
+    assert Invocation(concurrency=2).used_concurrency_group == CONCURRENT
+    assert Invocation(concurrency=2, concurrency_group=USER_CODE).used_concurrency_group == USER_CODE

@@ -118,11 +118,7 @@ def topology_links(node_ids: Sequence[int], topology: str) -> dict[int, list[int
     if topology not in TOPOLOGIES:
         raise ValueError(f"topology={topology!r} is unknown; use one of {', '.join(TOPOLOGIES)}")
     centre = node_ids[0]
-    pairs = {
-        "mesh": lambda a, b: True,
-        "star": lambda a, b: centre in (a, b),
-        "alone": lambda a, b: False,
-    }[topology]
+    pairs = {"mesh": lambda a, b: True, "star": lambda a, b: centre in (a, b), "alone": lambda a, b: False}[topology]
     return {a: [b for b in node_ids if a != b and pairs(a, b)] for a in node_ids}
 
 

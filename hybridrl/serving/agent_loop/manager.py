@@ -40,7 +40,7 @@ from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.images import load_processor
 from hybridrl.workers.rollout.base import load_special_tokens
 from hybridrl.workers.rollout.requests import Request
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sampling_params
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, default_seeds, sampling_params
 
 KEY = "actor_rollout_ref.rollout"
 AGENT_METRICS = "rollout/agent/"
@@ -278,7 +278,7 @@ class AgentLoopManager:
     def _rows(self, prompts: DataProto, sampling: SamplingParams) -> list[dict[str, Any]]:
         """Return one row per response: the prompt's columns, and the request of its first turn."""
         columns, images, rows = prompts.batch, images_of(prompts) or [None] * len(prompts), []
-        seeds = columns["seeds"] if "seeds" in columns else row_seeds(sampling.seed, len(prompts))
+        seeds = columns["seeds"] if "seeds" in columns else default_seeds(sampling.seed, len(prompts))
         for i, (ids, mask) in enumerate(zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)):
             own = {name: column[i] for name, column in prompts.non_tensor_batch.items()}
             for sample in range(sampling.n):

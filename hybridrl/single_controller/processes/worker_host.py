@@ -45,13 +45,13 @@ class CallHeader(NamedTuple):
     Attributes:
         fencing_token: of the driver that made the call.
         role, method: what is called: a method of the role's worker, or an endpoint that the process exported.
-        threads: concurrency group that executes the call; None for the thread of all other calls.
+        concurrency_group: The one that executes the call; None for the thread of all other calls.
     """
 
     fencing_token: int
     role: str
     method: str
-    threads: str | None = None
+    concurrency_group: str | None = None
 
 
 class WorkerHost:
@@ -220,12 +220,12 @@ class WorkerHost:
             PlacementError: another driver has replaced the caller.
             AttributeError: there is no such method or endpoint; lists those that exist.
         """
-        fencing_token, role, method, threads = CallHeader(*header)
+        fencing_token, role, method, concurrency_group = CallHeader(*header)
         if fencing_token < self.fencing_token:
             raise PlacementError(
                 f"{role}-{self.rank_info.rank}: {method}() was called by a driver that another one has replaced"
             )
-        name, call = f"{role}.{method}", CallInProgress(_task(), role, method, self.rank_info.rank, threads)
+        name, call = f"{role}.{method}", CallInProgress(_task(), role, method, self.rank_info.rank, concurrency_group)
         number = self.num_calls = next(self.call_numbers)
         self.running[number] = call
         self.calls_started[name] = self.calls_started.get(name, 0) + 1
@@ -266,9 +266,9 @@ class WorkerHost:
         found = [running[call].as_blocker() for call in calls if call in running]
         if len(found) < len(calls):
             invocation = self._find(role, method)[1] if role in self.workers else None
-            if invocation is None or invocation.threads is None:
+            if invocation is None or invocation.used_concurrency_group is None:
                 worker = f"{role if role in self.workers else '+'.join(self.workers)}-{self.rank_info.rank}"
-                own = (call for call in running.values() if call.threads is None and call.call not in calls)
+                own = (call for call in running.values() if call.concurrency_group is None and call.call not in calls)
                 found += [call.as_blocker(awaited=f"{worker}.{method}") for call in own]
         return found
 

@@ -1,7 +1,7 @@
 """The rollout interface: its calls and capabilities, registry, and special tokens.
 
-`Rollout` is the base class of every engine. It lives in a worker process (`ActorRolloutRefWorker`, `ReplicaWorker`),
-which makes its calls. `VersionedRollout` (`versioned`) is the base of the built-in engines, which can also fingerprint
+`Rollout` is the base class of all of them. It lives in a worker process (`ActorRolloutRefWorker`, `ReplicaWorker`),
+which makes its calls. `VersionedRollout` (`versioned`) is that of the built-in ones, which can also fingerprint
 their own weights. Not here: sampling (`sampling`), single requests (`request_engine`), and weight transport
 (`weight_transfer`).
 
@@ -28,7 +28,7 @@ from hybridrl.workers import rollout
 from hybridrl.workers.engine.base import resolve_dtype
 from hybridrl.workers.engine.hf_model import overridden_config
 from hybridrl.workers.rollout.responses import GeneratedTokens, token_lists, with_responses
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, row_seeds, sequence_keys
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, StopCondition, default_seeds, sequence_keys
 from hybridrl.workers.weight_transfer.fingerprint import ArrivingWeights, HeldDtypes, NamedTensor
 from hybridrl.workers.weight_transfer.fingerprint import fingerprint as fingerprint
 
@@ -197,6 +197,7 @@ class Rollout(ABC):
                 token t of a sample with `uniforms(key, t)`; another one may use them as seeds.
             sampling: How to sample.
             num_done: How many of each list's last tokens belong to the response; penalties, `min_tokens` and `stop`
+                count them.
             images: Of each prompt, given only to a class with the capability `images`. A response never has a token
                 that stands for an image.
         """
@@ -297,7 +298,7 @@ class Rollout(ABC):
         version = self.current_version()
         self.require_sampling(sampling)
         self._require_lengths_fit(sampling, prompts)
-        seeds = prompts.batch["seeds"] if "seeds" in prompts.batch else row_seeds(sampling.seed, len(prompts))
+        seeds = prompts.batch["seeds"] if "seeds" in prompts.batch else default_seeds(sampling.seed, len(prompts))
         if len(prompts) == 0:
             generated = GeneratedTokens.empty(0, sampling.max_new_tokens, pad_token_id=self.setup.pad_token_id)
         else:

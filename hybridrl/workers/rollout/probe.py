@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.workers.rollout.base import Rollout
 from hybridrl.workers.rollout.requests import Probe, ProbedTokens
-from hybridrl.workers.rollout.sampling.sampler import SamplingParams, row_seeds, sequence_keys
+from hybridrl.workers.rollout.sampling.sampler import SamplingParams, default_seeds, sequence_keys
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of one entry in transformers' configs
 
@@ -20,7 +20,7 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of on
 def sample_probe(rollout: Rollout, probe: Probe) -> ProbedTokens:
     """Return what the rollout samples for a probe. Engines with keyed sampling draw the same on every rank."""
     began, sampling = time.perf_counter(), SamplingParams(probe.max_new_tokens, temperature=probe.temperature)
-    keys = sequence_keys(row_seeds(0, len(probe.prompts)), 1)
+    keys = sequence_keys(default_seeds(0, len(probe.prompts)), 1)
     found = rollout.generate_tokens([list(prompt) for prompt in probe.prompts], keys, sampling)
     lengths = found.mask.sum(-1).tolist()
     return ProbedTokens(

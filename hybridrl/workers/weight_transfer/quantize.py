@@ -54,11 +54,7 @@ class Grid:
     largest: float
 
 
-GRIDS = {
-    "fp8": Grid(torch.float8_e4m3fn, 448.0),
-    "int8": Grid(torch.int8, 127.0),
-    "int4": Grid(torch.int8, 7.0),
-}
+GRIDS = {"fp8": Grid(torch.float8_e4m3fn, 448.0), "int8": Grid(torch.int8, 127.0), "int4": Grid(torch.int8, 7.0)}
 """The values of `actor_rollout_ref.rollout.quantization`."""
 
 

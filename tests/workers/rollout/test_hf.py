@@ -13,7 +13,7 @@ from hybridrl.errors import ConfigError, DataError, StaleWeightsError
 from hybridrl.protocol import DataProto
 from hybridrl.workers.rollout import RolloutSetup, SamplingParams, fingerprint, make_rollout
 from hybridrl.workers.rollout.hf import _new_cache, places_after_drop
-from hybridrl.workers.rollout.sampling.sampler import draw_tokens, row_seeds, sequence_keys, uniforms
+from hybridrl.workers.rollout.sampling.sampler import default_seeds, draw_tokens, sequence_keys, uniforms
 from hybridrl.workers.weight_transfer import OutgoingWeights, buckets
 from hybridrl.workers.weight_transfer import fingerprint as hash_functions
 
@@ -282,7 +282,7 @@ def test_uniform_numbers_are_uniform_and_independent_along_every_axis(axis):
 
 
 def test_row_seeds_of_neighbouring_seeds_do_not_collide():
-    assert len(torch.cat([row_seeds(seed, 1000) for seed in range(20)]).unique()) == 20_000
+    assert len(torch.cat([default_seeds(seed, 1000) for seed in range(20)]).unique()) == 20_000
 
 
 def test_tokens_are_drawn_with_their_probability():

@@ -89,7 +89,7 @@ def needs_history(sampling: SamplingParams, stop_condition: StopCondition) -> bo
     return sampling.penalises or sampling.min_tokens > 0 or stop_condition.strings is not None
 
 
-def row_seeds(seed: int, num_rows: int) -> torch.Tensor:
+def default_seeds(seed: int, num_rows: int) -> torch.Tensor:
     """Return seeds (num_rows,) int64 for the rows of a batch that has no `seeds` column."""
     start = torch.tensor(seed, dtype=torch.int64)
     return _mix(_mix(start) + torch.arange(num_rows))
