@@ -1,4 +1,4 @@
-"""What a run does about lost workers, by default nothing. A run without Ray has these defaults.
+"""Reactions of a run to lost workers, by default none. A run without Ray has these defaults.
 
     RetryPolicy   runs a step once; `StepRetry` (`step_retry.py`) again after a lost worker
     RankPolicy    the number of ranks never changes; with `ElasticRanks` (`elastic.py`, `trainer.min_ranks`) it does
