@@ -154,7 +154,8 @@ def test_no_process_waits_for_the_other_half_of_a_push(tmp_path, tiny_qwen2, aft
     assert done.returncode == 0 and len(seconds_back(done)) == 1
     print_seconds(tmp_path, f"SIGKILL {after_s} s into a push to processes of their own")
     [hit], [failure] = hits(tmp_path), recoveries(str(tmp_path / "run"))
-    assert failure["detected_at"] - hit["at"] < 20
+    # A driver that dies between two ranks' calls costs their processes, too. A wait would last until a call's deadline.
+    assert failure["detected_at"] - hit["at"] < 60
     assert not audit(read_ledger(str(tmp_path / "run/ledger.jsonl"))).problems()
 
 
