@@ -1,7 +1,7 @@
 """`check_engine`: the contract of a training engine as a test, for engines of any origin.
 
 A test calls it in one process, or on every rank of a process group. Each rule compares the engine with plain torch on a
-tiny Qwen2, or with itself. What is not checked: value and score heads, adapters, speed and memory.
+tiny Qwen2, or with itself. What is not checked: training of value and score heads, adapters, speed and memory.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hybridrl.config.schema.engine import EngineSettings
 from hybridrl.config.schema.workers import OptimConfig
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.testing.conformance import Check, run_checks
 from hybridrl.testing.engine_reference import (
@@ -25,6 +25,7 @@ from hybridrl.testing.engine_reference import (
     assert_same_weights,
     make_batch,
     num_response_tokens,
+    plain_numbers,
     plain_outputs,
     policy_loss,
     save_tiny_qwen2,
@@ -34,6 +35,7 @@ from hybridrl.workers.engine.base import Engine, EngineSetup, MicroBatching
 from hybridrl.workers.engine.snapshot import load_engine_state, take_engine_state
 
 POLICY = ("log_probs", "entropy")
+NUMBERS = {"value": "values", "score": "scores"}  # kind of a model with one number -> output
 WHOLE = MicroBatching()
 CUTS = (MicroBatching(max_rows=1), MicroBatching(max_rows=5), MicroBatching(max_tokens=40), WHOLE)
 OPTIM = OptimConfig(lr=1e-4, weight_decay=0.1)
@@ -83,6 +85,8 @@ class _Trial:
         self.path = str(self.directory / "model")
         if _rank() == 0:
             save_tiny_qwen2(self.path)
+            for kind in NUMBERS:
+                save_tiny_qwen2(self.directory / kind, kind=kind)
         _barrier()
         self.num_tokens = num_response_tokens(self.batch)
 
@@ -154,6 +158,20 @@ def _forward(trial: _Trial) -> None:
                 about = f"{name} at temperature {temperature}, {micro}"
                 assert (found[name].dtype, found[name].device.type) == (torch.float32, "cpu"), about
                 _close(found[name], expected[name], atol=OUTPUT_ATOL, about=about)
+
+
+@torch.no_grad()
+def _values_and_scores(trial: _Trial) -> None:
+    for kind, name in NUMBERS.items():
+        path = str(trial.directory / kind)
+        try:
+            engine = trial.engine(kind=kind, path=path, optim=None)
+        except ConfigError:  # an engine of language models only
+            continue
+        expected = plain_numbers(path, trial.share(engine), kind=kind)
+        for micro in CUTS:
+            found = engine.forward(trial.share(engine), micro, outputs=(name,))[name]
+            _close(found, expected, atol=OUTPUT_ATOL, about=f"{name}, {micro}")
 
 
 def _optimizer_steps(trial: _Trial) -> None:
@@ -273,6 +291,7 @@ def _offload(trial: _Trial) -> None:
 CHECKS: tuple[Check[_Trial], ...] = (
     Check("setup() makes the engine ready: mesh_position, and num_updates of 0", _constructor_and_setup),
     Check("forward() returns plain torch's log-probs and entropy in row order, however rows are cut", _forward),
+    Check("forward() returns plain torch's values and scores, or setup() refuses the kind", _values_and_scores),
     Check("weights() yields every parameter once, under its Hugging Face name", _weight_names),
     Check("forward_backward() returns stats of this rank's micro-batches", _stats),
     Check("steps are plain torch's: losses are divided by global counts and gradients summed", _optimizer_steps),

@@ -17,11 +17,16 @@ PROMPT, RESPONSE, VOCAB = 9, 7, 64
 # Softmax does not change when all keys move by the same vector, so this gradient is zero but for rounding, and Adam's
 # first steps blow rounding up to the full learning rate. It is the one parameter that need not agree.
 UNDETERMINED = "k_proj.bias"
+MODELS = {
+    "causal_lm": "Qwen2ForCausalLM",
+    "value": "Qwen2ForTokenClassification",
+    "score": "Qwen2ForSequenceClassification",
+}
 
 
-def save_tiny_qwen2(path: Any, *, tied: bool = True, **overrides: Any) -> str:
+def save_tiny_qwen2(path: Any, *, tied: bool = True, kind: str = "causal_lm", **overrides: Any) -> str:
     """Write a two-layer Qwen2 with random weights, always the same, and return its directory."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     settings = dict(
         vocab_size=VOCAB,
@@ -35,7 +40,8 @@ def save_tiny_qwen2(path: Any, *, tied: bool = True, **overrides: Any) -> str:
         tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**settings | overrides)).save_pretrained(path)
+    config = transformers.Qwen2Config(**settings | ({} if kind == "causal_lm" else {"num_labels": 1}) | overrides)
+    getattr(transformers, MODELS[kind])(config).save_pretrained(path)
     return str(path)
 
 
@@ -89,6 +95,27 @@ def plain_outputs(model: Any, batch: DataProto, *, temperature: float = 1.0) -> 
             log_probs[i, t] = state[ids[first + t]]
             entropy[i, t] = -(state.exp() * state).sum()
     return {"log_probs": log_probs, "entropy": entropy}
+
+
+def plain_numbers(path: str, batch: DataProto, *, kind: str) -> torch.Tensor:
+    """Return what the head of a tiny Qwen2 for values or scores computes, row by row without padding.
+
+    Values (rows,R) are of the state before each counted response token, scores (rows,) of the last token.
+    """
+    import transformers
+
+    model = getattr(transformers, MODELS[kind]).from_pretrained(path, dtype=torch.float32).eval()
+    values, scores = torch.zeros(len(batch), RESPONSE), torch.zeros(len(batch))
+    for i in range(len(batch)):
+        real = batch.batch["attention_mask"][i].bool()
+        logits = model(input_ids=batch.batch["input_ids"][i][real][None]).logits[0, ..., 0]
+        if kind == "score":
+            scores[i] = logits
+            continue
+        first = int(real[:PROMPT].sum())  # index of the first response token
+        for t in batch.batch["response_mask"][i].nonzero()[:, 0].tolist():
+            values[i, t] = logits[first + t - 1]
+    return values if kind == "value" else scores
 
 
 def assert_same_weights(

@@ -113,7 +113,25 @@ class Nameless(ToyEngine):
         (Path(directory) / "rank_0.pt").rename(Path(directory) / "toy.pt")
 
 
+class Late(FSDPEngine):
+    """Returns the value of each token's own state."""
+
+    def forward(self, batch, micro, *, outputs):
+        found = super().forward(batch, micro, outputs=outputs)
+        return {name: each.roll(-1, dims=1) if name == "values" else each for name, each in found.items()}
+
+
+class Rounded(FSDPEngine):
+    """Returns scores with the digits of bfloat16."""
+
+    def forward(self, batch, micro, *, outputs):
+        found = super().forward(batch, micro, outputs=outputs)
+        return {name: each.bfloat16().float() if name == "scores" else each for name, each in found.items()}
+
+
 BROKEN = {
+    Late: "values and scores, or setup.. refuses the kind.*values, MicroBatching",
+    Rounded: "values and scores, or setup.. refuses the kind.*scores, MicroBatching",
     Averaged: "steps are plain torch's.*grad_norm of step 1 is",
     Sorted: "forward.. returns plain torch's log-probs.*log_probs at temperature 1.0",
     Trusting: "leaves out what is not finite.*num_updates is 2",
