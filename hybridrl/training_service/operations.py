@@ -16,7 +16,7 @@ from hybridrl.trainer.run.tracking import METRICS_FILE
 from hybridrl.training_service import wire
 from hybridrl.training_service.computation.adapter_slots import TrainedLayers
 from hybridrl.training_service.computation.groups import LOST, MAX_LOSSES, Computation
-from hybridrl.training_service.state.ledger import Operation, StoredAnswer, failure, has_failed
+from hybridrl.training_service.state.ledger import OF_USER, REPEATED, Operation, StoredAnswer, failure, has_failed
 from hybridrl.training_service.state.records import ClientSession, Sampler, TrainedModel
 from hybridrl.training_service.state.store import SCHEME, Entry, Store, entry_text, expiry, read_entry
 from hybridrl.workers.engine.base import StepOptions
@@ -120,7 +120,7 @@ class ModelLane:
                     operation.answer.set_result(failure(error))
             self._on_loss(error)
         except Exception as error:
-            self._break(error)
+            self.give_up(error)
 
     def _load_state(self, state: Path | None) -> None:
         """Let the trainers have the model's last state. None: it was not created."""
@@ -149,17 +149,25 @@ class ModelLane:
         """
         if operation.answer.done():
             earlier = operation.answer.result(timeout=0)
-            if operation.kind != "forward_backward" or has_failed(earlier):
+            if operation.kind != REPEATED or has_failed(earlier):
                 return earlier
         try:
-            if operation.kind == "forward_backward" and not operation.answer.done():
+            if operation.kind == REPEATED and not operation.answer.done():
                 self._require_step(operation)
             body = self._result(operation)
             return body if isinstance(body, StoredAnswer) else StoredAnswer(json.dumps(body).encode())
         except LOST:
             raise
         except Exception as error:
+            if operation.kind == REPEATED and not isinstance(error, OF_USER):
+                self._forget_gradients(error)
             return failure(error)
+
+    def _forget_gradients(self, error: Exception) -> None:
+        """Go on from the last state with the next operation: a pass that failed has left gradients of some rows."""
+        if self._computation.num_trainers > 1:  # the others may be in a collective that one has left
+            self._on_loss(error)
+        self.is_loaded = False
 
     def _require_step(self, operation: Operation) -> None:
         """Raise DataError if the key's models keep too much for a repetition."""
@@ -172,7 +180,8 @@ class ModelLane:
                 f"{MAX_UNSAVED_BYTES >> 20}; call optim_step, or finish sessions"
             )
 
-    def _break(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
+        """Run nothing more: the state cannot be stored or read."""
         logger.error("model %s runs nothing more: its state cannot be stored or read", self.model.id, exc_info=error)
         with self._lock:
             self.model.broken = (
@@ -183,7 +192,7 @@ class ModelLane:
     def _result(self, operation: Operation) -> StoredAnswer | Mapping[str, Any]:
         if self.model.adapter is None and operation.kind not in CREATING:
             raise DataError(f"{self.model.id} was not created; the answer of its creation has the reason")
-        if operation.kind == "forward_backward":
+        if operation.kind in ("forward", REPEATED):
             return self._pass(operation)
         run = {
             "create_model": self._create,

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.errors import DataError, HybridRLError
+from hybridrl.errors import CheckpointError, DataError, HybridRLError
 from hybridrl.training_service import wire
 from hybridrl.training_service.computation.groups import LOST, Computation, try_often
 from hybridrl.training_service.computation.snapshot_sampler import BASE
@@ -28,7 +28,7 @@ from hybridrl.training_service.computation.weight_files import read_description
 from hybridrl.training_service.executor import JobExecutor
 from hybridrl.training_service.operations import ModelLane
 from hybridrl.training_service.sampling import MAX_SAMPLES, SampleLane, SampleOperation, digest_of, read_sample
-from hybridrl.training_service.state.ledger import Conflict, StoredAnswer, failure
+from hybridrl.training_service.state.ledger import REPEATED, Conflict, StoredAnswer, failure
 from hybridrl.training_service.state.records import ClientSession, Sampler, TrainedModel, write_model_file
 from hybridrl.training_service.state.session_table import Gone, SessionTable
 from hybridrl.training_service.state.store import NotFound, Store
@@ -97,10 +97,15 @@ class TrainingService:
         """Go on with what an earlier server has left, and begin to compute."""
         for session, model in self.table.read(self.tenants):
             self._add_lane(session, model)
-            if (state := model.ledger.recover()) is not None:
-                model.adapter = read_description(state).adapter
+            try:
+                if (state := model.ledger.recover()) is not None:
+                    model.adapter = read_description(state).adapter
+            except (OSError, ValueError, KeyError, CheckpointError) as error:
+                self._lanes[model.id].give_up(error)
             waiting = sum(1 for _ in model.ledger.waiting())
             logger.info("model %s goes on after operation %d; %d run again", model.id, model.ledger.done, waiting)
+        for session in self.table.ended():
+            _delete_files(session)
         for executor in self._executors():
             executor.start()
 
@@ -147,18 +152,18 @@ class TrainingService:
     def end_silent(self) -> None:
         """End sessions whose clients have been silent for too long, and delete expired weights."""
         with self._lock:
+            self.store.remove_expired()
             limit = time.monotonic() - self.settings.session_timeout_s
             for session in [one for one in self.table.open() if one.last_seen < limit]:
                 self._end(session, f"its client was silent for {self.settings.session_timeout_s:g} s")
-            self.store.remove_expired()
 
     def _end(self, session: ClientSession, reason: str) -> None:
         if session.ended:
             return
         logger.info("session %s has ended: %s. Its models and snapshots are dropped", session.id, reason)
         session.ended = reason
-        session.write()
         self._executor.add(f"end of {session.id}", _Once(session.tenant.name, lambda: self._clear(session)))
+        session.write()
 
     def _clear(self, session: ClientSession) -> None:
         """Free what a session that has ended holds. Runs in the executor's thread, between operations."""
@@ -168,14 +173,12 @@ class TrainingService:
                 self._executor.remove(model.id)
                 self._lanes.pop(model.id, None)
                 model.end(f"session {session.id} has ended: {session.ended}")
+        _delete_files(session)  # first: a lane that samples them reads them again and fails
         for model in session.models.values():
             self._computation.drop(model.id)
-            for name in ("operations", "state"):
-                shutil.rmtree(model.ledger.directory / name, ignore_errors=True)
         for sampler in session.samplers.values():
             if sampler.version.startswith(str(session.directory)):
                 self._computation.retire(sampler.version)
-        shutil.rmtree(session.directory / "samplers", ignore_errors=True)
 
     # -- models
 
@@ -236,7 +239,8 @@ class TrainingService:
                 raise DataError(f"seq_id={seq_id!r}: the operations of a model are numbered from 1")
             if model.ledger.find(seq_id) is None:
                 is_next = seq_id == model.ledger.done + 1  # others wait for it
-                self._require_room(tenant, num_tokens, num_bytes=0 if is_next else len(body))
+                if not is_next:
+                    self._require_room(tenant, num_tokens, num_bytes=len(body))
             model.last_request = time.time()
             model.ledger.accept(seq_id, kind, body, num_tokens=num_tokens)
             if model.broken:
@@ -263,8 +267,8 @@ class TrainingService:
     def submit_pass(self, tenant: Tenant, body: bytes) -> str:
         """Take a forward or forward_backward with a protobuf body."""
         header, body = wire.read_header(body), wire.canonical(body)
-        seq_id, num_tokens = header.seq_id, header.num_tokens
-        return self.submit(tenant, "forward_backward", header.model_id, seq_id=seq_id, body=body, num_tokens=num_tokens)
+        kind = "forward" if header.forward_only else REPEATED
+        return self.submit(tenant, kind, header.model_id, seq_id=header.seq_id, body=body, num_tokens=header.num_tokens)
 
     # -- sampling
 
@@ -416,6 +420,14 @@ class _Once:
 
     def next_job(self) -> Callable[[], None] | None:
         return self.job
+
+
+def _delete_files(session: ClientSession) -> None:
+    """Delete what a session that has ended leaves in the store."""
+    for model in session.models.values():
+        for name in ("operations", "state"):
+            shutil.rmtree(model.ledger.directory / name, ignore_errors=True)
+    shutil.rmtree(session.directory / "samplers", ignore_errors=True)
 
 
 def _number(body: Mapping[str, Any], name: str, *, limit: int = MAX_NUMBER) -> int:

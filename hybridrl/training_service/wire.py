@@ -70,13 +70,14 @@ class Header:
     model_id: str
     seq_id: int
     num_tokens: int
+    forward_only: bool
 
 
 def read_header(body: bytes) -> Header:
     """Return the header of a `ForwardBackwardRequest`. Raises DataError if the body is none."""
     message = read_message("ForwardBackwardRequest", body)
     num_bytes = sum(len(chunk.encoded_text.tokens) for datum in message.data for chunk in datum.model_input)
-    return Header(message.model_id, message.seq_id, num_bytes // 4)
+    return Header(message.model_id, message.seq_id, num_bytes // 4, message.forward_only)
 
 
 def canonical(body: bytes) -> bytes:

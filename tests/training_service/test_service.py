@@ -1,3 +1,4 @@
+import itertools
 import json
 import threading
 import time
@@ -7,12 +8,14 @@ import pytest
 
 from hybridrl.training_service import wire
 from hybridrl.training_service.client import OperationFailed, ServiceClient, datum
+from hybridrl.training_service.computation import worker
 from hybridrl.training_service.service import Busy
 from hybridrl.training_service.state.ledger import Conflict, has_failed
 from hybridrl.training_service.state.session_table import Gone
 from hybridrl.training_service.state.store import NotFound
 from hybridrl.training_service.state.tenants import EVERYBODY, Tenant, Tenants
 from hybridrl.view.runs import open_runs
+from hybridrl.workers.engine.base import MicroBatching
 from tests.training_service.conftest import MAX_LENGTH, make_service, sequence
 
 LR = 3e-3
@@ -252,6 +255,99 @@ def test_after_a_kill_the_loop_goes_on_with_the_losses_of_an_undisturbed_run(com
     assert found == expected
 
 
+def test_a_pass_that_fails_half_way_leaves_no_gradient(service, monkeypatch):
+    client = ServiceClient(service)
+    rows = [sequence(number, 6) for number in range(3)]
+    found = []
+    for fails in (False, True):
+        model = client.create_model(rank=4, seed=3)
+        model.forward_backward(rows[:1], "cross_entropy")
+        if fails:
+            with monkeypatch.context() as patched:
+                fail_in_second_micro_batch(patched)
+                with pytest.raises(OperationFailed, match="RuntimeError: out of memory") as caught:
+                    model.forward_backward(rows, "cross_entropy")
+            assert caught.value.category == "server"
+        model.forward_backward(rows[1:], "cross_entropy")
+        found.append((model.optim_step()["metrics"]["grad_norm:mean"], model.forward(rows).loss))
+    assert found[0] == found[1]
+
+
+def fail_in_second_micro_batch(patched):
+    def one_row_at_a_time(max_tokens):
+        return MicroBatching(max_rows=1)
+
+    def failing(*args):
+        loss_fn, calls = loss_of(*args), itertools.count()
+
+        def loss(outputs, rows):
+            if next(calls):
+                raise RuntimeError("out of memory")
+            return loss_fn(outputs, rows)
+
+        return loss
+
+    loss_of = worker._loss_of
+    patched.setattr(worker, "MicroBatching", one_row_at_a_time)
+    patched.setattr(worker, "_loss_of", failing)
+
+
+def test_after_a_start_only_gradients_are_computed_again(computation, tmp_path, monkeypatch):
+    service = make_service(computation, tmp_path / "store")
+    service.start()
+    client = ServiceClient(service)
+    model = client.create_model(rank=4)
+    loss = model.forward([sequence(0)]).loss
+    model.forward_backward([sequence(1)], "cross_entropy")
+    service.stop()
+    client.service = service = make_service(computation, tmp_path / "store")
+    run_pass, forward_only = computation.run_pass, []
+    monkeypatch.setattr(
+        computation, "run_pass", lambda model, asked: forward_only.append(asked.forward_only) or run_pass(model, asked)
+    )
+    service.start()
+    assert model.optim_step()["metrics"]["grad_norm:mean"] > 0
+    assert forward_only == [False]
+    earlier, metrics = client.pending(f"{model.id}:1", wire.read_pass_output).result()
+    assert metrics["loss:sum"] == loss
+    service.stop()
+
+
+def test_a_file_that_a_loss_of_power_has_cut_stops_its_own_model_only(computation, tmp_path):
+    service = make_service(computation, tmp_path / "store")
+    service.start()
+    client = ServiceClient(service)
+    cut, whole = client.create_model(rank=4), client.create_model(rank=4)
+    for model in (cut, whole):
+        model.forward_backward([sequence(0)], "cross_entropy")
+    service.stop()
+    operations = {model: service._lanes[model.id].model.ledger.directory / "operations" for model in (cut, whole)}
+    (operations[cut] / "00000001.request").write_bytes(b"")
+    (operations[whole] / "00000001.result").write_bytes(b"")  # it runs again
+    (operations[whole].parents[1] / "7").mkdir()  # a model whose client got no id
+    client.service = service = make_service(computation, tmp_path / "store")
+    service.start()
+    assert whole.optim_step()["metrics"]["grad_norm:mean"] > 0
+    with pytest.raises(OperationFailed, match="00000001.request.*loss of power.*load its last checkpoint"):
+        cut.optim_step()
+    service.stop()
+
+
+def test_what_an_ended_session_leaves_is_deleted_at_the_next_start(computation, tmp_path):
+    service = make_service(computation, tmp_path / "store")
+    service.start()
+    client = ServiceClient(service)
+    model = client.create_model(rank=4)
+    model.sampler()
+    directory = service.table.find(EVERYBODY, client.session_id).directory
+    service.stop()
+    client.finish()
+    left = {path.name for path in directory.rglob("*") if path.is_dir()}
+    assert left >= {"state", "operations", "samplers"}
+    make_service(computation, tmp_path / "store").start()
+    assert {path.name for path in directory.rglob("*") if path.is_dir()} == {"models", "0"}
+
+
 # -- refusals
 
 
@@ -440,6 +536,14 @@ def test_the_limits_of_a_key_hold(shared):
     sampler.sample([20, 21], num_samples=2, max_tokens=4, wait=False)  # 2 + 2 * 4
     with pytest.raises(Busy, match="30 tokens are in flight, of 30"):
         sampler.sample([20], max_tokens=1, wait=False)
+
+
+def test_the_operation_that_others_wait_for_is_taken_whatever_is_in_flight(shared):
+    model = ServiceClient(shared, ALICE).create_model(rank=2)
+    shared._executor.stop()
+    for seq_id in (2, 1):  # clients may send passes in parallel
+        body = wire.pass_message(wire.Pass(model.id, seq_id, [sequence(0, 20)], "cross_entropy", {}, False))
+        assert shared.submit_pass(ALICE, body) == f"{model.id}:{seq_id}"
 
 
 # -- sampling

@@ -27,7 +27,7 @@ def test_a_pass_arrives_as_it_was_sent():
 
 
 def test_the_header_is_read_without_the_data():
-    assert wire.read_header(wire.pass_message(a_pass())) == wire.Header("s:train:0", 3, 3)
+    assert wire.read_header(wire.pass_message(a_pass())) == wire.Header("s:train:0", 3, 3, forward_only=False)
 
 
 def test_requests_with_maps_in_another_order_have_the_same_canonical_bytes():

@@ -74,6 +74,7 @@ class Computation:
 
     Attributes:
         is_shared: Whether all of it is one process, which does one thing at a time.
+        num_trainers: Processes that train together.
         vocabulary: Number of tokens of the model, after `start`.
     """
 
@@ -83,6 +84,7 @@ class Computation:
         self, trainers: WorkerGroup[TrainingServiceWorker], replicas: WorkerGroup[SamplingWorker], *, is_shared: bool
     ):
         self._trainers, self._replicas, self.is_shared = trainers, replicas, is_shared
+        self.num_trainers = trainers.world_size
         self.replicas = [Replica(replicas, rank) for rank in range(replicas.world_size)]
 
     def start(self) -> None:

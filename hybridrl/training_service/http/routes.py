@@ -86,7 +86,10 @@ class TrainingEndpoint:
         """
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
-            await asyncio.to_thread(self.service.end_silent)
+            try:
+                await asyncio.to_thread(self.service.end_silent)
+            except OSError as error:
+                logger.warning("the store cannot be written (%s); sessions are looked at again", error)
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -11,6 +11,7 @@ gradients and gives the same answer. A state appears by a rename that has the an
 lost or made twice. The service calls it with its lock held. Nothing here computes.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -26,6 +27,7 @@ from hybridrl.errors import CheckpointError, ConfigError, DataError, HybridRLErr
 logger = logging.getLogger(__name__)
 RESULTS_KEPT = 1024  # operations of a model whose answers can still be fetched
 REQUEST, RESULT, NOTE = ".request", ".result", "note"
+REPEATED = "forward_backward"  # the kind of operation that runs again, for its gradients
 OF_USER = (DataError, ConfigError, NonFiniteError, CheckpointError)
 OPERATION_BYTES = 4096  # of one without a body
 MAX_AHEAD = 10_000  # operations that may wait for an earlier one
@@ -179,7 +181,7 @@ class Ledger:
         if has_state:
             self.saved = operation.seq_id
             self._forget_before(operation.seq_id)
-        if has_state or has_failed(answer):
+        if has_state or has_failed(answer) or operation.kind != REPEATED:
             operation.body = b""
             self._path(operation.seq_id, REQUEST).unlink(missing_ok=True)
         if not operation.answer.done():
@@ -213,13 +215,17 @@ class Ledger:
         newest = self._newest()
         self.done = self.saved = -1 if newest is None else int(newest.name)
         for path in sorted(self._operations.glob(f"[0-9]*{RESULT}")):
-            self._recover_answer(int(path.stem), path.read_bytes())
+            with contextlib.suppress(ValueError):  # cut by a loss of power: the operation runs again
+                self._recover_answer(int(path.stem), path.read_bytes())
         if newest is not None:
             self._recover_answer(self.done, (newest / NOTE).read_bytes())
         for path in sorted(self._operations.glob(f"[0-9]*{REQUEST}")):
             if (number := int(path.stem)) > self.done:
                 answered = self._known.get(number)
-                self._known[number] = self._recovered(number, path.read_bytes())
+                try:
+                    self._known[number] = self._recovered(number, path.read_bytes())
+                except ValueError as error:
+                    raise CheckpointError(f"{path}: the request was cut by a loss of power") from error
                 if answered is not None:
                     self._known[number].answer = answered.answer
         return newest

@@ -59,6 +59,10 @@ class SessionTable:
         """Return the sessions of all tenants that have not ended."""
         return [one for one in self._sessions.values() if not one.ended]
 
+    def ended(self) -> list[records.ClientSession]:
+        """Return the sessions of all tenants that have ended."""
+        return [one for one in self._sessions.values() if one.ended]
+
     def find(self, tenant: Tenant, session_id: Any) -> records.ClientSession:
         """Return a tenant's session. Raises NotFound."""
         session = self._sessions.get(session_id) if isinstance(session_id, str) else None
@@ -116,6 +120,8 @@ class SessionTable:
             self.add_sampler(session, int(number), stored)
         models = session.directory / "models"
         for path in sorted(models.iterdir(), key=lambda one: int(one.name)) if models.is_dir() else ():
+            if not (path / records.MODEL_FILE).exists():
+                continue  # the server was killed before a client got its id
             model = self.add_model(session, int(path.name), records.read_json(path / records.MODEL_FILE))
             inflight = [one.version for one in session.samplers.values() if one.inflight_of == model.id]
             model.inflight = inflight[-1] if inflight else None

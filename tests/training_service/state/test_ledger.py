@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import DataError
-from hybridrl.training_service.state.ledger import NOTE, Conflict, Ledger, StoredAnswer, failure, has_failed
+from hybridrl.training_service.state.ledger import NOTE, REPEATED, Conflict, Ledger, StoredAnswer, failure, has_failed
 
 NUM_SCHEDULES = 1000
 NUM_OPERATIONS = 8
@@ -28,7 +28,7 @@ def run_next(ledger, *, states=True):
     if (operation := ledger.next()) is None:
         return None
     answer, body = StoredAnswer(b'{"of": %d}' % operation.seq_id), operation.body
-    has_state = states and operation.kind != "pass"
+    has_state = states and operation.kind != REPEATED
     if has_state:
         place = ledger.state(operation.seq_id)
         place.mkdir()
@@ -50,26 +50,26 @@ def created(directory):
 
 def test_operations_run_in_the_order_of_their_numbers_whatever_their_arrival(tmp_path):
     ledger = created(tmp_path)
-    ledger.accept(3, "pass", b"3")
-    ledger.accept(2, "pass", b"2")
+    ledger.accept(3, REPEATED, b"3")
+    ledger.accept(2, REPEATED, b"2")
     assert run_all(ledger) == []
-    ledger.accept(1, "pass", b"1")
+    ledger.accept(1, REPEATED, b"1")
     assert run_all(ledger) == [b"1", b"2", b"3"]
 
 
 def test_a_repeated_operation_runs_once_and_has_one_answer(tmp_path):
     ledger = created(tmp_path)
-    first = ledger.accept(1, "pass", b"1")
+    first = ledger.accept(1, REPEATED, b"1")
     run_all(ledger)
-    again = ledger.accept(1, "pass", b"1")
+    again = ledger.accept(1, REPEATED, b"1")
     assert again is first and run_all(ledger) == []
     assert again.answer.result(0).body == b'{"of": 1}'
 
 
-@pytest.mark.parametrize(("kind", "body"), [("pass", b"other"), ("optim_step", b"1")])
+@pytest.mark.parametrize(("kind", "body"), [(REPEATED, b"other"), ("optim_step", b"1")])
 def test_another_request_under_a_taken_number_is_a_conflict_before_and_after_it_has_run(tmp_path, kind, body):
     ledger = created(tmp_path)
-    ledger.accept(1, "pass", b"1")
+    ledger.accept(1, REPEATED, b"1")
     for _ in range(2):
         with pytest.raises(Conflict, match="seq_id=1 has another request"):
             ledger.accept(1, kind, body)
@@ -78,7 +78,7 @@ def test_another_request_under_a_taken_number_is_a_conflict_before_and_after_it_
 
 def test_a_number_far_ahead_is_refused(tmp_path):
     with pytest.raises(Conflict, match="at most 10000 ahead"):
-        created(tmp_path).accept(10_001, "pass", b"")
+        created(tmp_path).accept(10_001, REPEATED, b"")
 
 
 def schedule(rng):
@@ -101,7 +101,7 @@ def test_in_any_schedule_of_drops_doubles_and_kills_each_operation_takes_effect_
         ledger, effects = created(directory), {0: []}  # what each stored state has seen
         seen = []
         for seq_id in schedule(rng):
-            kind = "optim_step" if seq_id % 4 == 0 else "pass"
+            kind = "optim_step" if seq_id % 4 == 0 else REPEATED
             if rng.random() < 0.1:  # lost, and sent again once the others have arrived
                 continue
             ledger.accept(seq_id, kind, b"%d" % seq_id)
@@ -112,7 +112,7 @@ def test_in_any_schedule_of_drops_doubles_and_kills_each_operation_takes_effect_
                 state = ledger.recover()
                 seen = list(effects[int(state.name)])
         for seq_id in range(1, NUM_OPERATIONS + 1):
-            kind = "optim_step" if seq_id % 4 == 0 else "pass"
+            kind = "optim_step" if seq_id % 4 == 0 else REPEATED
             answer = ledger.accept(seq_id, kind, b"%d" % seq_id).answer
             seen = follow(ledger, seen, effects)
             assert answer.result(0).body == b'{"of": %d}' % seq_id
@@ -129,7 +129,7 @@ def follow(ledger, seen, effects):
 
 def test_after_a_kill_the_operations_behind_the_last_state_run_again_and_others_keep_their_answers(tmp_path):
     ledger = created(tmp_path)
-    for seq_id, kind in enumerate(["pass", "optim_step", "pass", "pass"], start=1):
+    for seq_id, kind in enumerate([REPEATED, "optim_step", REPEATED, REPEATED], start=1):
         ledger.accept(seq_id, kind, b"%d" % seq_id)
     for _ in range(3):  # killed before 4 has run
         run_next(ledger)
@@ -153,7 +153,7 @@ def test_a_model_that_was_never_created_is_created_after_a_kill(tmp_path):
 def test_a_state_makes_the_requests_before_it_and_older_states_unnecessary(tmp_path):
     ledger = created(tmp_path)
     for seq_id in range(1, 5):
-        ledger.accept(seq_id, "optim_step" if seq_id % 2 == 0 else "pass", b"x")
+        ledger.accept(seq_id, "optim_step" if seq_id % 2 == 0 else REPEATED, b"x")
     run_all(ledger)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["00000004"]
     assert not list((tmp_path / "operations").glob("*.request"))
@@ -161,7 +161,7 @@ def test_a_state_makes_the_requests_before_it_and_older_states_unnecessary(tmp_p
 
 def test_after_a_loss_the_operations_behind_the_newest_state_run_again(tmp_path):
     ledger = created(tmp_path)
-    for number, kind in enumerate(("pass", "optim_step", "pass", "pass"), start=1):
+    for number, kind in enumerate((REPEATED, "optim_step", REPEATED, REPEATED), start=1):
         ledger.accept(number, kind, b"%d" % number)
     run_all(ledger)
     last = ledger.find(4)
@@ -181,7 +181,7 @@ def test_a_step_whose_state_was_stored_before_the_loss_does_not_run_again(tmp_pa
 
 def test_a_failure_stays_one_after_a_server_was_killed(tmp_path):
     ledger = created(tmp_path)
-    operation = ledger.accept(1, "pass", b"1")
+    operation = ledger.accept(1, REPEATED, b"1")
     ledger.finish(operation, failure(DataError("bad data")), has_state=False)
     again = Ledger(tmp_path)
     again.recover()
