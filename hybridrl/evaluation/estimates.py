@@ -53,7 +53,7 @@ def estimates(by_prompt: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Esti
     if not by_prompt:
         return
     num = min(len(rows) for rows in by_prompt)
-    scores = [[float(row.get("acc", row["score"])) for row in rows] for rows in by_prompt]
+    scores = [[_accuracy(row) for row in rows] for rows in by_prompt]
     yield _mean(f"avg@{num}", [float(np.mean(values)) for values in scores])
     if {value for values in scores for value in values} <= {0.0, 1.0}:
         for k in _powers_of_two(num):
@@ -64,6 +64,12 @@ def estimates(by_prompt: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Esti
             for values, rows in zip(scores, by_prompt, strict=True)
         ]
         yield _mean(f"maj@{num}", voted)
+
+
+def _accuracy(row: Mapping[str, Any]) -> float:
+    """Return the score of a sample without penalties. A reward function gives it to some samples only."""
+    accuracy = row.get("acc")
+    return float(row["score"] if accuracy is None else accuracy)
 
 
 def _powers_of_two(limit: int) -> list[int]:

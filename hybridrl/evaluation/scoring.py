@@ -3,6 +3,7 @@
 A response without a score is left out and counted, never scored 0.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -52,7 +53,16 @@ def score_file(config: EvaluationConfig) -> int:
 
 
 def score_calls(calls: Sequence[Call], custom: CustomRewardConfig, scoring: ScoringConfig) -> list[SampleScore]:
-    """Return the score of each call, by the custom function or by that of its data source.
+    """Return the score of each call. Raises ConfigError, see `score_processes`."""
+    with score_processes((call["data_source"] for call in calls), custom, scoring) as pool:
+        return [read_score(result) for result in pool.map(calls)]
+
+
+@contextlib.contextmanager
+def score_processes(
+    sources: Iterable[Any], custom: CustomRewardConfig, scoring: ScoringConfig
+) -> Iterator[ScoreProcessPool]:
+    """Have processes that score by the custom function, or by those of these data sources.
 
     Raises:
         ConfigError: The function cannot be loaded, or there is none for a data source.
@@ -61,7 +71,7 @@ def score_calls(calls: Sequence[Call], custom: CustomRewardConfig, scoring: Scor
     if custom.path is not None:
         function = FunctionAddress(custom.path, custom.name, kwargs=dict(custom.kwargs))
     else:
-        _check_sources(calls)
+        _check_sources(sources)
     pool = ScoreProcessPool(
         function,
         num_processes=scoring.num_processes or min(MAX_PROCESSES, os.cpu_count() or 1),
@@ -71,13 +81,13 @@ def score_calls(calls: Sequence[Call], custom: CustomRewardConfig, scoring: Scor
     try:
         if custom.path is not None and (failure := pool.check()) is not None:
             raise ConfigError(describe_failure(custom, failure, function))
-        return [read_score(result) for result in pool.map(calls)]
+        yield pool
     finally:
         pool.close()
 
 
-def _check_sources(calls: Sequence[Call]) -> None:
-    for source in dict.fromkeys(call["data_source"] for call in calls):
+def _check_sources(sources: Iterable[Any]) -> None:
+    for source in dict.fromkeys(sources):
         if not isinstance(source, str) or not reward_score.has_score_function(source):
             raise ConfigError(reward_score.unknown_source_text(source))
 
@@ -100,18 +110,19 @@ def report(samples: Sequence[Mapping[str, Any]]) -> int:
         by_prompt = grouped(sample for sample in scored if sample["data_source"] == source)
         show("\n".join(table(source, by_prompt)) + "\n")
         means[f"test_score/{source}"] = next(estimates(by_prompt)).mean
-    for line in _failures(samples):
-        logger.warning("%s", line)
+    warn_of_failures(samples)
     show(f"{json.dumps(means)}\n")
     return 0 if scored else 1
 
 
-def _failures(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    reasons = Counter(sample["reason"] for sample in samples if sample["score"] is None)
-    if reasons:
-        yield f"{sum(reasons.values())} of {len(samples)} responses have no score and are left out"
+def warn_of_failures(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Log how many samples have no score, and the most frequent reasons, where samples have them."""
+    failed = [sample for sample in samples if sample["score"] is None]
+    if failed:
+        logger.warning("%d of %d responses have no score and are left out", len(failed), len(samples))
+    reasons = Counter(sample["reason"] for sample in failed if "reason" in sample)
     for reason, count in reasons.most_common(MAX_REASONS):
-        yield f"  {count} times: {reason}"
+        logger.warning("  %d times: %s", count, reason)
 
 
 def write_lines(path: str, samples: Iterable[Mapping[str, Any]]) -> None:

@@ -49,7 +49,8 @@ class Candidate:
     @property
     def tokens(self) -> int:
         """Return the tokens of the actor's largest micro-batch."""
-        return max(process.models["actor"].sizes.tokens for process in self.processes if "actor" in process.models)
+        actors = (process.models["actor"] for process in self.processes if "actor" in process.models)
+        return max((actor.sizes.tokens for actor in actors), default=0)
 
 
 class Devices:

@@ -230,6 +230,12 @@ def test_wrong_input_is_one_error(model, tmp_path, capsys):
     assert cli.main(words(model)) == 2
 
 
+def test_a_job_that_only_validates_has_a_plan(model, capsys):
+    only = {"trainer__val_only": True, "trainer__resume_mode": "disable", "data__val_files": "x"}
+    assert cli.main(words(model, **only)) == 0
+    assert "the job fits as it is" in capsys.readouterr().out
+
+
 def test_a_cpu_job_has_the_memory_that_is_given(model, capsys):
     chosen = words(model, trainer__device="cpu", trainer__n_gpus_per_node=1)
     assert cli.main(["plan", *chosen[3:], "--memory", "8"]) == 1

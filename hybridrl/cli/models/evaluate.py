@@ -9,6 +9,7 @@ import asyncio
 import functools
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ from hybridrl.errors import ConfigError
 from hybridrl.evaluation.endpoint import EndpointResponse, find_model, respond_all
 from hybridrl.evaluation.estimates import grouped, table
 from hybridrl.evaluation.output_files import prepare_folder
-from hybridrl.evaluation.scoring import report, sample_of, score_calls, write_lines
-from hybridrl.rewards.sample_score import SampleScore
+from hybridrl.evaluation.scoring import report, sample_of, score_processes, warn_of_failures, write_lines
+from hybridrl.rewards.process_pool import ScoreProcessPool
+from hybridrl.rewards.sample_score import SampleScore, read_score
 from hybridrl.trainer import data
 from hybridrl.trainer.data.parquet import ParquetRows
 from hybridrl.trainer.data.prompt_dataset import as_messages
 
 BATCH = 64  # prompts generated at once, each followed by a line of progress
+UNKNOWN = "unknown"  # data source of a row without one
 LENGTH = 1024  # tokens of prompt and of response, where the model has room for both
 
 
@@ -42,24 +45,28 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output {folder}: has samples already; choose another directory")
     if "://" in arguments.model:
         return _evaluate_endpoint(arguments, folder)
+    own = {word.partition("=")[0].lstrip("+") for word in arguments.settings}
+    if taken := sorted(own & {"trainer.validation_data_dir", "trainer.default_local_dir"}):
+        raise ConfigError(f"{taken[0]}: an evaluation writes to --output; leave the setting out")
     file = data_file(arguments.task)
     with model_directory(arguments.model, trust_remote_code=False) as model:
         code = main_ppo.main([*run_settings(file, model, folder, arguments.n), *arguments.settings])
-    if code == 0:
-        path = folder / "samples" / "0.jsonl"
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        shown = table(arguments.task, grouped(rows))
-        show("\n".join([*shown, _sampling_line(folder / "config.json"), f"samples: {path}\n"]))
-    return code
-
-
-def _sampling_line(file: Path) -> str:
-    """Return how the responses were sampled, by the settings that the run has written."""
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    chosen, data = settings["actor_rollout_ref"]["rollout"]["val_kwargs"], settings["data"]
-    sampled = f"temperature {chosen['temperature']:g}, top_p {chosen['top_p']:g}" if chosen["do_sample"] else "greedy"
+    path = folder / "samples" / "0.jsonl"
+    if code or not path.exists():  # --cfg job has shown the settings
+        return code
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    scored = [row for row in rows if row["score"] is not None]
+    warn_of_failures(rows)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    data, shown = settings["data"], table(arguments.task, grouped(scored))
+    sampled = _sampling_line(**settings["actor_rollout_ref"]["rollout"]["val_kwargs"])
     lengths = f"prompts of at most {data['max_prompt_length']} tokens, responses of {data['max_response_length']}"
-    return f"{sampled}; {lengths}"
+    show("\n".join([*shown, f"{sampled}; {lengths}", f"samples: {path}\n"]))
+    return 0 if scored else 1
+
+
+def _sampling_line(*, do_sample: bool, temperature: float, top_p: float, **_: Any) -> str:
+    return f"temperature {temperature:g}, top_p {top_p:g}" if do_sample else "greedy"
 
 
 def run_settings(file: str, model: str, folder: Path, n: int) -> list[str]:
@@ -102,7 +109,8 @@ def default_length(model: str) -> int:
 
 
 def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
-    words = [f"data.max_response_length={LENGTH}", *arguments.settings]
+    sampled = f"actor_rollout_ref.rollout.val_kwargs.do_sample={str(arguments.n > 1).lower()}"
+    words = [f"data.max_response_length={LENGTH}", sampled, *arguments.settings]
     config = load_config(
         PPOConfig, ["--config-name=local_debug", *words], program="hybridrl eval", config_name="ppo_trainer"
     )
@@ -112,17 +120,26 @@ def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
     model, file, output = asyncio.run(found), data_file(arguments.task), str(folder / "samples" / "0.jsonl")
     rows = ParquetRows(file)
     rows.require(config.data.prompt_key, "data.prompt_key")
+    if config.data.ground_truth_key is not None:
+        rows.require(config.data.ground_truth_key, "data.ground_truth_key")
+    for name in ("reward_model", "extra_info"):
+        rows.require_mappings(name)
     num = len(rows) if config.data.val_max_samples < 0 else min(config.data.val_max_samples, len(rows))
     if not num:
         raise ConfigError(f"TASK {arguments.task}: {file} has no rows")
     requests = _requests(config, rows, num=num, n=arguments.n)
-    on_done = functools.partial(_show_progress, len(requests))
-    responding = respond_all(model, requests, max_open=arguments.concurrency, on_done=on_done)
-    samples = _scored(config, rows, asyncio.run(responding), n=arguments.n)
     prepare_folder(output, "--output")
+    on_done = functools.partial(_show_progress, len(requests))
+    reward, sources = config.reward_model, (rows[row].get("data_source") or UNKNOWN for row in range(num))
+    scoring = ScoringConfig(reward.num_processes, reward.timeout_s, reward.limits)
+    with score_processes(sources, config.custom_reward_function, scoring) as pool:
+        responding = respond_all(model, requests, max_open=arguments.concurrency, on_done=on_done)
+        samples = _scored(pool, config, rows, asyncio.run(responding), n=arguments.n)
     write_lines(output, samples)
     code = report(samples)
-    show(f"model: {model.name} at {model.url}\nsamples: {output}\n")
+    shown = _sampling_line(**asdict(config.actor_rollout_ref.rollout.val_kwargs))
+    lengths = f"responses of at most {config.data.max_response_length} tokens"
+    show(f"model: {model.name} at {model.url}\n{shown}; {lengths}\nsamples: {output}\n")
     return code
 
 
@@ -138,7 +155,7 @@ def _requests(
             limit = config.data.max_images_per_prompt
             _, images = data.read_images(rows, row, column, max_images=limit)
             messages = data.messages_with_data(messages, images, rows.location(row)) if images else messages
-        found += [(messages, _parameters(config, n, seed=row * n + sample)) for sample in range(n)]
+        found += [(messages, _parameters(config, seed=row * n + sample)) for sample in range(n)]
     return found
 
 
@@ -148,30 +165,31 @@ def _show_progress(total: int, done: int) -> None:
         sys.stderr.flush()
 
 
-def _parameters(config: PPOConfig, n: int, *, seed: int) -> dict[str, Any]:
-    """Return how to sample, as in the validation of a model: greedy with n = 1."""
+def _parameters(config: PPOConfig, *, seed: int) -> dict[str, Any]:
+    """Return how to sample, as in the validation of a model: greedy with n = 1, unless the settings say otherwise."""
     chosen = config.actor_rollout_ref.rollout.val_kwargs
     sampled = {"temperature": chosen.temperature, "top_p": chosen.top_p, "seed": config.trainer.seed + seed}
-    return {"max_tokens": config.data.max_response_length, **(sampled if n > 1 else {"temperature": 0})}
+    sampled |= {"top_k": chosen.top_k} if chosen.top_k > 0 else {}  # not every endpoint knows it
+    return {"max_tokens": config.data.max_response_length, **(sampled if chosen.do_sample else {"temperature": 0})}
 
 
-def _scored(config: PPOConfig, rows: ParquetRows, responses: list[EndpointResponse], *, n: int) -> list[dict[str, Any]]:
+def _scored(
+    pool: ScoreProcessPool, config: PPOConfig, rows: ParquetRows, responses: list[EndpointResponse], *, n: int
+) -> list[dict[str, Any]]:
     """Return a record of each response with its score; one that could not be had has a reason."""
-    calls = []
+    calls, key = [], config.data.ground_truth_key
     for number, response in enumerate(responses):
         columns = rows[number // n]
         calls.append(
             {
-                "data_source": columns.get("data_source") or "unknown",
+                "data_source": columns.get("data_source") or UNKNOWN,
                 "solution_str": response.text,
-                "ground_truth": (columns.get("reward_model") or {}).get("ground_truth"),
+                "ground_truth": columns[key] if key else (columns.get("reward_model") or {}).get("ground_truth"),
                 "extra_info": columns.get("extra_info") or {},
             }
         )
-    reward = config.reward_model
-    scoring = ScoringConfig(reward.num_processes, reward.timeout_s, reward.limits)
     there = [number for number, response in enumerate(responses) if not response.reason]
-    scores = score_calls([calls[number] for number in there], config.custom_reward_function, scoring)
+    scores = map(read_score, pool.map([calls[number] for number in there]))
     by_number = dict(zip(there, scores, strict=True))
     samples = []
     for number, (call, response) in enumerate(zip(calls, responses, strict=True)):

@@ -95,7 +95,8 @@ class EnvironmentAgentLoop(base.AgentLoop):
             text, own = self._with_tags(message["content"]) if is_of_row else self.text_of(message["content"])
             messages[place] = {**message, "content": text}
             encoded += own
-        prompt, images = self.encode(render(self.tokenizer, messages, ()), encoded)
+        options = self.context.template_options
+        prompt, images = self.encode(render(self.tokenizer, messages, (), options=options), encoded)
         if len(prompt) > self.context.max_prompt_length > 0:
             raise DataError(
                 f"the prompt and the first observation have {len(prompt)} tokens; data.max_prompt_length is "
@@ -113,9 +114,8 @@ class EnvironmentAgentLoop(base.AgentLoop):
 
     def _observation(self, messages: Messages, output: TokenOutput) -> str:
         """Return the text between an action, the last message but one, and the policy's next turn."""
-        text = text_after_answer(
-            self.tokenizer, messages, (), answer=len(messages) - 2, sampled=[*output.token_ids][-1:]
-        )
+        about = {"answer": len(messages) - 2, "options": self.context.template_options}
+        text = text_after_answer(self.tokenizer, messages, (), sampled=[*output.token_ids][-1:], **about)
         if text is None:
             raise ConfigError(
                 "the chat template of actor_rollout_ref.model.path does not show where an answer ends; environments "

@@ -12,7 +12,6 @@ the router's event loop.
 
 import asyncio
 import time
-from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -30,6 +29,7 @@ HEADER = "X-Session-Id"
 MAX_WAIT_S = 60.0
 POLL_PERIOD_S = 0.05
 MAX_ERROR_CHARACTERS = 2000
+SHOWN = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "token_versions", "turns", "own_turns")
 WANTED = "a finite one of float32"
 
 
@@ -59,7 +59,7 @@ def session_routes(store: SessionStore, connections: Connections) -> list[web.Ro
             "session": session.name,
             "reward": session.reward,
             "counts": dict(session.counts),
-            "rows": [asdict(row) for row in session_rows(session.turns)],
+            "rows": [{name: getattr(row, name) for name in SHOWN} for row in session_rows(session.turns)],
         }
         return web.json_response(body)
 

@@ -35,13 +35,13 @@ EXAMPLE_KEYS = {"step", "data_source", "question", "response", "ground_truth", "
 
 
 def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list]) -> Iterator[dict[str, Any]]:
-    """Yield one record per row of a scored batch."""
+    """Yield one record per row of a scored batch. The score of a row that could not be scored is None."""
     width = batch.batch["prompts"].size(1)
     is_token = batch.batch["attention_mask"].bool()
     prompts = tokenizer.batch_decode(_ids(batch.batch["prompts"], is_token[:, :width]), skip_special_tokens=True)
     # Includes tool output inside a response, where response_mask is 0.
     responses = tokenizer.batch_decode(_ids(batch.batch["responses"], is_token[:, width:]), skip_special_tokens=True)
-    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    scores, valid = batch.batch["token_level_scores"].sum(-1).tolist(), batch.batch["reward_valid"].tolist()
     truths = [
         r.get("ground_truth") if isinstance(r, dict) else None
         for r in batch.non_tensor_batch.get("reward_model", [None] * len(batch))
@@ -50,7 +50,7 @@ def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list
     images = small_copies(batch)
     for i, score in enumerate(scores):
         record = {"step": step, "id": ids[i], "input": prompts[i], "output": responses[i], "gts": truths[i]}
-        record |= {"score": score} | ({} if versions is None else {"version": int(versions[i])})
+        record |= {"score": score if valid[i] else None} | ({} if versions is None else {"version": int(versions[i])})
         record |= {"images": images[i]} if i in images else {}
         yield record | {k: v[i] for k, v in extra.items()}
 
@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
 
 def first_examples(batch: DataProto, records: Sequence[Mapping[str, Any]]) -> Iterator[Example]:
     """Yield the first row of each data source in a scored batch; `records` are the batch's `sample_rows`."""
-    sources, valid = batch.non_tensor_batch["data_source"].tolist(), batch.batch["reward_valid"].tolist()
+    sources = batch.non_tensor_batch["data_source"].tolist()
     chats = batch.non_tensor_batch.get("raw_prompt", [None] * len(batch))
     for source in dict.fromkeys(sources):
         i = sources.index(source)
@@ -142,7 +142,7 @@ def first_examples(batch: DataProto, records: Sequence[Mapping[str, Any]]) -> It
             "question": record["input"] if chats[i] is None else chats[i][-1]["content"],
             "response": record["output"],
             "ground_truth": record["gts"],
-            "score": record["score"] if valid[i] else None,
+            "score": record["score"],
         }
 
 

@@ -92,9 +92,9 @@ function sampleCard(run, sample, followPrompt) {
   const more = Object.entries(sample).filter(([name, value]) => !KNOWN.has(name) && value !== null && typeof value !== "object");
   const head = el("div", { className: "head" },
     el("span", { className: "tag" }, `step ${sample.step}`),
-    el("span", { className: `tag ${sample.score > 0 ? "good" : "bad"}` }, `reward ${short(sample.score)}`),
+    sample.score === null ? el("span", { className: "tag warn" }, "not scored")
+      : el("span", { className: `tag ${sample.score > 0 ? "good" : "bad"}` }, `reward ${short(sample.score)}`),
     sample.version === undefined ? null : el("span", { className: "tag" }, `weights ${sample.version}`),
-    sample.valid === false ? el("span", { className: "tag warn" }, "not scored") : null,
     more.map(([name, value]) => el("span", { className: "tag" }, `${name} ${short(value)}`)),
     el("span", { className: "space" }),
     sample.id === undefined ? null : el("button", { onclick: (event) => showTokens(run, sample, answer, event.target) }, "tokens"),
@@ -180,7 +180,8 @@ function callsIn(text) {
 
 function showPromptChart(place, samples) {
   const steps = new Map();
-  for (const sample of samples) steps.set(sample.step, [...(steps.get(sample.step) ?? []), Number(sample.score)]);
+  const scored = samples.filter((sample) => typeof sample.score === "number");
+  for (const sample of scored) steps.set(sample.step, [...(steps.get(sample.step) ?? []), sample.score]);
   const points = [...steps].sort(([a], [b]) => a - b);
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
   place.replaceChildren();

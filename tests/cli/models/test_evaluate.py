@@ -78,6 +78,55 @@ def test_the_same_model_behind_an_endpoint_gives_the_same_samples(tmp_path, tiny
     assert f"model: tiny at {url}" in shown and "openai/gsm8k: 5 prompts, 5 samples" in shown
 
 
+PARTIAL_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "2":
+        raise ValueError("no judgement")
+    return {"score": -0.5, "acc": float(ground_truth == "1")}
+"""
+
+
+def test_samples_without_a_score_are_left_out_and_columns_have_ones_own_names(
+    tmp_path, tiny_qwen2, tiny_site, monkeypatch, capsys, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"question": f"What is {number}?", "answer": str(number)}) for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "reward.py").write_text(PARTIAL_REWARD)
+    own = ["data.prompt_key=question", "data.ground_truth_key=answer", "custom_reward_function.path=reward.py"]
+    sampling = ["actor_rollout_ref.rollout.val_kwargs.do_sample=true", "data.max_response_length=8"]
+    sampling += ["actor_rollout_ref.rollout.val_kwargs.temperature=0.7"]
+    for number, place in enumerate((str(tiny_qwen2), f"http://127.0.0.1:{tiny_site.endpoint.port}/v1")):
+        caplog.clear()
+        command = ["eval", "rows.jsonl", place, "--output", f"out-{number}", *own, *sampling]
+        assert cli.main(command) == 0
+        shown = capsys.readouterr().out
+        assert "3 prompts, 3 samples" in shown and re.search(r"avg@1 +0\.3333", shown), shown
+        assert "temperature 0.7, top_p 1" in shown
+        assert "1 of 4 responses have no score and are left out" in caplog.text
+        lines = (tmp_path / f"out-{number}" / "samples" / "0.jsonl").read_text().splitlines()
+        assert [row["score"] for row in map(json.loads, lines) if row["gts"] == "2"] == [None]
+
+
+def test_what_cannot_be_scored_is_refused_before_a_request(tmp_path, tiny_site, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    url = f"http://127.0.0.1:{tiny_site.endpoint.port}/v1"
+    row = {"prompt": "a", "data_source": "nowhere", "reward_model": {"ground_truth": "1"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "text.jsonl").write_text(json.dumps(row | {"reward_model": "1"}))
+    for file, text in (("rows.jsonl", "nowhere"), ("text.jsonl", "reward_model")):
+        assert cli.main(["eval", file, url]) == 2
+        error = capsys.readouterr().err
+        assert text in error and " of 1 responses" not in error and "Traceback" not in error
+
+
+def test_the_settings_of_an_evaluation_are_shown_without_running_it(tmp_path, tiny_qwen2, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a"}))
+    assert cli.main(["eval", "rows.jsonl", str(tiny_qwen2), "--cfg", "job"]) == 0
+    assert "val_only: true" in capsys.readouterr().out
+
+
 def test_a_model_that_reads_images_answers_as_plain_transformers_does_also_behind_an_endpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, rows = save_tiny(tmp_path, "qwen2_5_vl"), image_rows(5)
@@ -99,6 +148,7 @@ def test_a_model_that_reads_images_answers_as_plain_transformers_does_also_behin
     [
         (["nowhere.parquet", "MODEL"], "TASK nowhere.parquet: no such file; give a parquet or .jsonl file"),
         (["arithmetic", "http://127.0.0.1:9/v1"], "no OpenAI-compatible endpoint answers there"),
+        (["arithmetic", "MODEL", "trainer.validation_data_dir=x"], "trainer.validation_data_dir: an evaluation writes"),
         (["arithmetic", "MODEL", "--n", "0"], "--n=0: must be 1 or more"),
         (["arithmetic", "MODEL", "--concurrency", "0"], "--concurrency=0: must be 1 or more"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import MappingProxyType
 
 import pytest
 
@@ -32,6 +33,7 @@ def play(tmp_path, tiny_tokenizer):
         max_turns: int | None = None,
         length: int = RESPONSE,
         reader=(tiny_tokenizer, None),  # tokenizer, and image processor
+        options=MappingProxyType({}),  # of the chat template
         **more,
     ):
         tokenizer, processor = reader
@@ -44,6 +46,7 @@ def play(tmp_path, tiny_tokenizer):
             max_prompt_length=PROMPT,
             environments=str(path),
             processor=processor,
+            template_options=options,
         )
         loop, outputs = lookup_agent_loop("environment_agent")(context), []
         sampling = SamplingParams(length)

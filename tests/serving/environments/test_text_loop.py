@@ -1,5 +1,6 @@
 """`environment_agent` with real environment processes and a scripted policy."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,15 @@ def test_the_policy_and_the_environment_take_turns(play, tiny_tokenizer):
     assert first.reward == 0.75 and first.counts == {"environment/steps": 2.0}
     # Without a first observation the prompt is that of the row.
     assert tiny_tokenizer.decode(second.prompt_ids) == "given" and second.reward == 1.0
+
+
+def test_every_turn_is_rendered_with_the_options_of_the_template(play, tiny_tokenizer):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template += "{% if add_generation_prompt and note is defined %}{{ note }}{% endif %}"
+    [output] = play(GUESS, ({"number": 3}, ["5", "3"]), reader=(tokenizer, None), options={"note": "brief "})
+    start = "<|im_start|>assistant\nbrief "
+    assert tokenizer.decode(output.prompt_ids).endswith(start)
+    assert tokenizer.decode(output.response_ids).count(start) == 1
 
 
 def test_an_episode_ends_at_the_last_turn_and_where_no_answer_fits(play):

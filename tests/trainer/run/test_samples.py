@@ -20,6 +20,7 @@ def batch() -> DataProto:
             "responses": torch.arange(num)[:, None] + 5,
             "attention_mask": torch.ones(num, 3, dtype=torch.int64),
             "token_level_scores": torch.tensor(SCORES)[:, None],
+            "reward_valid": torch.arange(num) != 2,
         },
         non_tensors={"uid": np.array([str(row // 2) for row in range(num)], dtype=object)},
     )
@@ -32,7 +33,7 @@ def keep(folder, step: int) -> list[dict]:
 
 def test_the_best_the_worst_and_the_first_of_two_prompts_are_kept_with_what_the_reward_returned(tmp_path):
     kept = keep(tmp_path, 1)
-    assert [round(one["score"], 3) for one in kept] == [0.5, 0.6, 0.1, 0.9]
+    assert [one["score"] and round(one["score"], 3) for one in kept] == [0.5, None, 0.1, 0.9]
     assert [one["acc"] for one in kept] == [0, 1, 0, 1]
 
 

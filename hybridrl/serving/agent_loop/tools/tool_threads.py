@@ -103,5 +103,7 @@ class _Call:
             return
         if error is None:
             self.result.set_result(value)
+        elif isinstance(error, StopIteration):  # a future does not take it
+            self.result.set_exception(RuntimeError("the function raised StopIteration"))
         else:
             self.result.set_exception(error if isinstance(error, Exception) else ToolExit(error))

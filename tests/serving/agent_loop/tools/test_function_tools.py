@@ -101,6 +101,7 @@ def nests() -> list:
     [
         (exits, "Error: ToolExit: it raised SystemExit: tired"),
         (exits_later, "Error: SystemExit: tired"),
+        (lambda: next(iter(())), "Error: RuntimeError: the function raised StopIteration"),
         (nests, "Error: ValueError: Circular reference detected"),
         (lambda: "\ud800 half", "? half"),
         (lambda: "x" * 5_000_000, "x" * (1 << 20)),
