@@ -114,8 +114,8 @@ class EnvironmentAgentLoop(base.AgentLoop):
 
     def _observation(self, messages: Messages, output: TokenOutput) -> str:
         """Return the text between an action, the last message but one, and the policy's next turn."""
-        about = {"answer": len(messages) - 2, "options": self.context.template_options}
-        text = text_after_answer(self.tokenizer, messages, (), sampled=[*output.token_ids][-1:], **about)
+        place, sampled, options = len(messages) - 2, [*output.token_ids][-1:], self.context.template_options
+        text = text_after_answer(self.tokenizer, messages, (), answer=place, sampled=sampled, options=options)
         if text is None:
             raise ConfigError(
                 "the chat template of actor_rollout_ref.model.path does not show where an answer ends; environments "

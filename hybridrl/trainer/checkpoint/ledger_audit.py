@@ -115,10 +115,11 @@ class LedgerAudit:
         if self.order is None:
             return sorted({*range(self.rows)} - {*used[epoch]}) if is_over and begins_here else []
         order = EpochSampler(self.rows, **self.order).order(epoch).tolist()
-        positions = [place for place, row in enumerate(order) if row in {*used[epoch]}]
+        known = {*used[epoch]}
+        positions = [place for place, row in enumerate(order) if row in known]
         begin = 0 if begins_here else min(positions, default=0)
         end = self.rows if is_over else max(positions, default=-1) + 1
-        return sorted({*order[begin:end]} - {*used[epoch]})
+        return sorted({*order[begin:end]} - known)
 
     def prompt_count(self) -> PromptCount:
         """Return what became of the prompts that the run has drawn."""

@@ -113,6 +113,10 @@ class StepLedger:
         """
         self.step, self.updates = step, {} if committed is None else dict(committed["updates"])
         self.check_ranks_agree(num_updates)
+        if self._unwritten:  # lines that the disk still does not take are of steps that are not resumed
+            with contextlib.suppress(OSError):
+                self._flush()
+            self._unwritten = b""
         self._checksum = _cut_partial_line(
             self.path, expected=None if committed is None else (step, committed[CHECKSUM])
         )

@@ -256,6 +256,8 @@ class PPOLoop(Trainer):
     def begin(self) -> None:
         """Bring all roles to the same step: the trainer's, or that of a previous driver's snapshot."""
         if Role.Evaluator in self.groups:
+            if self.remote_evaluator is not None:  # after a rollback, or with other ranks
+                self.remote_evaluator.close()
             self.remote_evaluator = RemoteEvaluator(functools.partial(validate_on_evaluator, self))
         snapshot = self.resume_state.pop_snapshot()
         if snapshot is None:

@@ -186,6 +186,7 @@ class RayPPOTrainer(PPOLoop):
         """
         if not self.config.distillation.task_rewards:
             ppo.add_no_scores(ctx.batch)
+            ctx.reward_extra = {}
             return
         ctx.reward_extra = self.score(ctx.batch, self.reward_fn, metrics=ctx.metrics)
         if coef := self.config.reward_model.length_reward_coef:

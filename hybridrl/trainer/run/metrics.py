@@ -16,6 +16,8 @@ MFU_NAMES = {
 }
 """Stage -> last part of its metric `perf/mfu/*`. Those that verl has are named as there."""
 
+COUNTS = ("/num_failed", "/samples_left_out")  # ends of names of metrics that count samples
+
 
 def mean_metrics(updates: Mapping[str, Sequence]) -> dict[str, float]:
     """Return the mean over an update's optimizer steps; the last value for learning rate and counts.
@@ -31,6 +33,7 @@ def mean_metrics(updates: Mapping[str, Sequence]) -> dict[str, float]:
 
 
 def mean_over_batches(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the batches that have it."""
+    """Return the mean of each metric over the batches that have it; of numbers of samples the sum."""
     names = dict.fromkeys(name for metrics in batches for name in metrics)
-    return {name: float(np.mean([metrics[name] for metrics in batches if name in metrics])) for name in names}
+    values = {name: [metrics[name] for metrics in batches if name in metrics] for name in names}
+    return {name: float((np.sum if name.endswith(COUNTS) else np.mean)(found)) for name, found in values.items()}

@@ -158,9 +158,9 @@ class RMTrainer(PairTrainer):
 
 
 def mismatched_rows(batch: DataProto, *, max_length: int) -> DataProto:
-    """Return a batch with each prompt and the response of the next row.
+    """Return a batch with each prompt and the response of the next row that has another prompt.
 
-    The last row takes the first one's.
+    After the last row comes the first one. Where all prompts are equal, the next row's is taken.
 
     Args:
         batch: A batch of `LabelDataset`, padded on the right.
@@ -169,8 +169,10 @@ def mismatched_rows(batch: DataProto, *, max_length: int) -> DataProto:
     ids, lengths = batch.batch["input_ids"], batch.batch["attention_mask"].sum(-1).tolist()
     prompt_lengths = [n - m for n, m in zip(lengths, batch.batch["response_mask"].sum(-1).tolist(), strict=True)]
     images, sequences = images_of(batch), []
+    prompts = [tuple(tokens[:length]) for tokens, length in zip(ids.tolist(), prompt_lengths, strict=True)]
     for row, prompt_length in enumerate(prompt_lengths):
-        other = (row + 1) % len(batch)
+        others = [(row + 1 + place) % len(batch) for place in range(len(batch))]
+        other = next((other for other in others if prompts[other] != prompts[row]), others[0])
         response = ids[other, prompt_lengths[other] : lengths[other]][: max_length - prompt_length]
         mask = torch.tensor([0] * prompt_length + [1] * len(response))
         own = {} if images is None else {IMAGE_INPUTS: images[row]}

@@ -51,6 +51,22 @@ def test_steps_that_a_killed_process_did_not_commit_do_not_count(tmp_path):
     assert "every stage and every prompt exactly once" in str(result)
 
 
+def test_lines_that_a_full_disk_did_not_take_do_not_break_the_chain_of_a_resumed_run(tmp_path, monkeypatch):
+    ledger = two_steps(tmp_path)
+    committed = ledger.commit(NUM_UPDATES)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        run_step(ledger, 3, 6, prompts=[1, 0], epoch=1)
+        ledger.resume_from(committed, path=None, step=2, num_updates=NUM_UPDATES)  # a rollback in the same process
+    run_step(ledger, 3, 6, prompts=[1, 0], epoch=1)
+    result = audit_of(tmp_path)
+    assert result.problems() == [] and sorted(result.steps) == [1, 2, 3]
+
+
 def test_what_did_not_happen_exactly_once_is_named(tmp_path):
     ledger = ledger_of(tmp_path)
     ledger.start()

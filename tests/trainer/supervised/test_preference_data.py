@@ -117,6 +117,15 @@ def test_mismatched_rows_have_the_response_of_the_next_row_cut_to_the_limit(tmp_
     assert batch.batch["response_mask"].sum(-1).tolist() == [2, 2]
 
 
+def test_mismatched_rows_have_the_response_to_another_prompt(tmp_path):
+    texts = (("a", "v"), ("a", "w"), ("b", "x"), ("b", "y"))
+    rows = [{"prompt": p, "completion": c, "label": True} for p, c in texts]
+    dataset = LabelDataset(write(tmp_path / "a.parquet", *rows), letter_tokenizer(PLAIN), CONFIG)
+    batch = mismatched_rows(dataset.collate([dataset[row] for row in range(4)]), max_length=11)
+    wanted = [ids(text) for text in ("<ua> <ax>", "<ua> <ax>", "<ub> <av>", "<ub> <av>")]
+    assert batch.batch["input_ids"].tolist() == wanted
+
+
 @pytest.mark.parametrize("missing", ["prompt", "chosen", "rejected"])
 def test_a_missing_column_is_named_with_its_setting(tmp_path, missing):
     row = {key: value for key, value in pair().items() if key != missing}

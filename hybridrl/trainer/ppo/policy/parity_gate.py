@@ -72,8 +72,8 @@ class ParityGate:
         self.knows_evaluator = False
 
     def reset(self) -> None:
-        """Check the next push, because processes were replaced."""
-        self._pushes = None
+        """Check the next push and the next validation, because processes were replaced."""
+        self._pushes, self.knows_evaluator = None, False
 
     def next_probe(self) -> Probing | None:
         """Return what goes with the next push; None if it is not checked."""

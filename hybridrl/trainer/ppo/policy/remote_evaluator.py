@@ -66,13 +66,22 @@ class RemoteEvaluator:
         Raises:
             TimeoutError: They are not finished after `DRAIN_TIMEOUT_S`.
         """
+        self._end()
+        return self.poll()
+
+    def close(self) -> None:
+        """Wait for the running evaluation, and forget it and the waiting one."""
+        _get_nowait(self._requests)
+        with contextlib.suppress(TimeoutError):
+            self._end()
+
+    def _end(self) -> None:
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         with contextlib.suppress(queue.Full):  # the thread lives, and the error below is raised
             self._requests.put(None, timeout=DRAIN_TIMEOUT_S)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             raise TimeoutError(f"the last evaluation was not finished {DRAIN_TIMEOUT_S:g} s after the end of training")
-        return self.poll()
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:

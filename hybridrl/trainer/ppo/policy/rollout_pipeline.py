@@ -17,6 +17,7 @@ A push ends with a check: every rollout process reports the version and fingerpr
 what was sent. Every generation names the weight version it expects.
 """
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -368,7 +369,8 @@ class RolloutPipeline:
             responses, greedy = batch.fetch()
             batch.other_columns.save_to_disk(os.path.join(directory, f"{number}.rest"))
             responses.save_to_disk(os.path.join(directory, f"{number}.responses"))
-            state.append({"step": batch.number, "epoch": batch.epoch, "shares": batch.num_chunks})
+            parts = {"shares": batch.num_chunks, "sizes": self.chunk_tokens}
+            state.append({"step": batch.number, "epoch": batch.epoch, **parts})
             if greedy is not None:
                 greedy.save_to_disk(os.path.join(directory, f"{number}.greedy"))
                 state[-1]["greedy"] = True
@@ -381,18 +383,30 @@ class RolloutPipeline:
         for number, entry in enumerate(state or ()):
             other_columns = DataProto.load_from_disk(os.path.join(directory, f"{number}.rest"))
             responses = DataProto.load_from_disk(os.path.join(directory, f"{number}.responses"))
-            if entry["shares"] < len(self.chunk_tokens) and "responses" in responses.batch:
+            num_chunks = self._chunks_of(directory, entry["shares"], entry.get("sizes", self.chunk_tokens))
+            if num_chunks < len(self.chunk_tokens) and "responses" in responses.batch:
                 raise CheckpointError(
                     f"{directory}: the checkpoint has parts of responses from actor_rollout_ref.rollout.mode=sync, "
                     "which only earlier versions continue; finish the run with the version that wrote it, or export "
                     "its weights (hybridrl export) and start a run from them"
                 )
-            pending = PendingBatch(
-                entry["step"], entry["epoch"], other_columns, StoredResponses(responses), entry["shares"]
-            )
+            pending = PendingBatch(entry["step"], entry["epoch"], other_columns, StoredResponses(responses), num_chunks)
             if entry.get("greedy"):
                 pending.greedy = StoredResponses(DataProto.load_from_disk(os.path.join(directory, f"{number}.greedy")))
             self._pending.append(pending)
+
+    def _chunks_of(self, directory: str, num_chunks: int, sizes: list[int]) -> int:
+        """Return how many of this run's chunks stored responses have, which were generated in chunks of these sizes."""
+        if num_chunks == len(sizes):
+            return len(self.chunk_tokens)
+        tokens, ends = sum(sizes[:num_chunks]), [*itertools.accumulate(self.chunk_tokens)]
+        if tokens not in ends[:-1]:
+            raise CheckpointError(
+                f"{directory}: the checkpoint has responses of which {tokens} of {sum(sizes)} tokens are generated, in "
+                f"parts of {sizes[0]}; this run has parts of {self.chunk_tokens[0]}. Resume with the run's own "
+                "trainer.lag, trainer.staleness, trainer.partial_rollout and data.max_response_length"
+            )
+        return ends.index(tokens) + 1
 
 
 def join_responses(other_columns: DataProto, responses: DataProto, *, n: int) -> DataProto:

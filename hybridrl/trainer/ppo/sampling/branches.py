@@ -64,7 +64,7 @@ def _set_tokens(rows: DataProto, branches: list[Branch], *, pad_token_id: int) -
     }
     if ROUTED_EXPERTS in rows.non_tensor_batch:
         rows.non_tensor_batch[ROUTED_EXPERTS] = one_object_per_row([branch["routes"] for branch in branches])
-    if IMAGE_INPUTS in rows.non_tensor_batch:
+    if IMAGE_INPUTS in rows.non_tensor_batch or any(branch.get("images") is not None for branch in branches):
         rows.non_tensor_batch[IMAGE_INPUTS] = one_object_per_row([branch["images"] for branch in branches])
     for name, column in new.items():
         if name in columns.keys():

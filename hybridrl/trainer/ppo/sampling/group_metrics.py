@@ -14,6 +14,8 @@ import numpy as np
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.metrics import pass_at_k, sample_sizes
 
+NUMBERS = (int, float, np.number, np.bool_)
+
 
 def group_metrics(batch: DataProto, extra: Mapping[str, Sequence[Any]], *, n: int) -> dict[str, float]:
     """Return `train-core/{data_source}/{acc or reward}/...` and `train-aux/...`; empty for groups of one.
@@ -28,12 +30,13 @@ def group_metrics(batch: DataProto, extra: Mapping[str, Sequence[Any]], *, n: in
     """
     if n == 1 or "data_source" not in batch.non_tensor_batch:
         return {}
-    accuracies = extra.get("acc")
-    has_accuracy = accuracies is not None and all(isinstance(value, int | float | np.number) for value in accuracies)
-    name = "acc" if has_accuracy else "reward"
-    values_S = np.asarray(accuracies if has_accuracy else batch.batch["token_level_scores"].sum(-1), dtype=np.float64)
+    valid_S, accuracies = batch.batch["reward_valid"].bool().numpy(), extra.get("acc", ())
+    known = [value for value, is_valid in zip(accuracies, valid_S, strict=False) if is_valid]
+    name = "acc" if known and all(isinstance(value, NUMBERS) for value in known) else "reward"
+    scores = accuracies if name == "acc" else batch.batch["token_level_scores"].sum(-1).tolist()
+    values_S = np.array([score if is_valid else np.nan for score, is_valid in zip(scores, valid_S, strict=True)], float)
     values, votes = values_S.reshape(-1, n), np.asarray(extra.get("pred", [None] * len(batch)), dtype=object)
-    complete = batch.batch["reward_valid"].bool().numpy().reshape(-1, n).all(1) & np.isfinite(values).all(1)
+    complete = np.isfinite(values).all(1)
     sources = batch.non_tensor_batch["data_source"][::n].astype(str)
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources[complete].tolist()):

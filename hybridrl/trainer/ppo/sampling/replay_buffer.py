@@ -108,7 +108,7 @@ class ReplayBuffer:
         if self._groups:
             os.makedirs(directory, exist_ok=True)
             self._concat([group.rows for group in self._groups]).save_to_disk(os.path.join(directory, FILE))
-        return [{"version": group.version, "uses": group.uses} for group in self._groups]
+        return [{"version": one.version, "uses": one.uses, "rows": len(one.rows)} for one in self._groups]
 
     def load(self, directory: str, state: Iterable[dict[str, Any]] | None) -> None:
         """Replace the groups by those that `save` wrote; without state the buffer is empty.
@@ -120,30 +120,29 @@ class ReplayBuffer:
         if not entries:
             return
         rows = DataProto.load_from_disk(os.path.join(directory, FILE))
-        size = len(rows) // len(entries)
-        for i, entry in enumerate(entries):
-            own = torch.arange(i * size, (i + 1) * size)
+        start, size = 0, len(rows) // len(entries)  # of all groups, where an older version has written them
+        for entry in entries:
+            own = torch.arange(start, start := start + entry.get("rows", size))
             self._groups.append(SampleGroup(rows.select_idxs(own), entry["version"], entry["uses"]))
 
 
 def concat_padded(batches: Sequence[DataProto], *, pad_token_id: int) -> DataProto:
     """Return the rows of all batches, with prompts padded on the left to one width.
 
-    Where only some batches have the column `branches`, the other rows get none: groups of an older checkpoint, or of a
-    run with another `agent.train_branches`.
+    Where only some batches have an object column, the other rows have None (no `branches`): batches without an image,
+    or groups of a run with another `agent.train_branches`.
     """
     width = max(batch.batch["prompts"].shape[1] for batch in batches)
     padded = [_pad_to(batch, width, pad_token_id) for batch in batches]
-    if any(BRANCHES in batch.non_tensor_batch for batch in padded):
-        padded = [_with_branches(batch) for batch in padded]
-    return DataProto.concat(padded)
+    names = {name for batch in padded for name in batch.non_tensor_batch}
+    return DataProto.concat([_with_objects(batch, names) for batch in padded])
 
 
-def _with_branches(batch: DataProto) -> DataProto:
-    if BRANCHES in batch.non_tensor_batch:
-        return batch
+def _with_objects(batch: DataProto, names: set[str]) -> DataProto:
     filled = batch.select()
-    filled.non_tensor_batch[BRANCHES] = np.fromiter(([] for _ in range(len(batch))), dtype=object, count=len(batch))
+    for name in names - batch.non_tensor_batch.keys():
+        values: list[Any] = [[] if name == BRANCHES else None for _ in range(len(batch))]
+        filled.non_tensor_batch[name] = np.fromiter(values, dtype=object, count=len(batch))
     return filled
 
 

@@ -75,6 +75,18 @@ def test_one_deadline_ends_the_wait_for_both(monkeypatch):
     gate.open.release(9)
 
 
+def test_a_closed_evaluator_does_not_begin_the_waiting_evaluation():
+    gate = Gate()
+    evaluation = RemoteEvaluator(gate)
+    evaluation.submit(1, 10)
+    while gate.seen != [1]:
+        time.sleep(0.005)
+    evaluation.submit(2, 20)
+    threading.Timer(0.2, gate.open.release).start()
+    evaluation.close()
+    assert gate.seen == [1] and not evaluation._thread.is_alive()
+
+
 def test_an_error_in_the_evaluator_is_raised_by_poll():
     def broken(version, weights):
         raise KeyError("planted")

@@ -131,4 +131,19 @@ def test_parts_of_responses_from_batched_calls_are_refused(tmp_path):
     state = pipeline.save(str(tmp_path))  # with the column `responses`, which parts of agent loops do not have
     with pytest.raises(CheckpointError, match="parts of responses from actor_rollout_ref.rollout.mode=sync.*export"):
         pipeline_with(*words).load(str(tmp_path), state)
-    pipeline_with("trainer.lag=2").load(str(tmp_path), state)  # where one part is the whole response
+
+
+def test_a_resumed_run_with_other_parts_is_refused_or_knows_how_far_responses_are(tmp_path):
+    partial = ("trainer.lag=2", "trainer.partial_rollout=true")
+    whole, halves = pipeline_with("trainer.lag=2"), pipeline_with(*partial)
+    for pipeline in (whole, halves):
+        submit(pipeline, 1)
+        pipeline.path = str(tmp_path / f"{len(pipeline.chunk_tokens)}")
+        pipeline.stored = pipeline.save(pipeline.path)
+    resumed = pipeline_with(*partial)
+    resumed.load(whole.path, whole.stored)
+    assert drained(resumed) == [(1, 0, 0)]  # nothing is generated again
+    for words in (("trainer.lag=2",), (*partial, "data.max_response_length=6")):
+        with pytest.raises(CheckpointError, match="2 of 4 tokens are generated, in parts of 2"):
+            pipeline_with(*words).load(halves.path, halves.stored)
+    assert pipeline_with("trainer.lag=4", "trainer.partial_rollout=true")._chunks_of("", 1, [2, 2]) == 2

@@ -47,6 +47,9 @@ def test_a_group_with_an_invalid_reward_does_not_count():
     batch = scored([1, 1, 0, 0], source=["a"] * 4, valid=[True, False, True, True])
     assert group_metrics(batch, {}, n=2)["train-core/a/reward/mean@2"] == 0
     assert group_metrics(batch, {}, n=1) == {}
+    # A reward function that failed has returned no `acc` either.
+    found = group_metrics(batch, {"acc": [True, None, np.bool_(True), False]}, n=2)
+    assert found["train-core/a/acc/mean@2"] == 0.5 and found["train-aux/a/acc/pass@2"] == 1.0
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets_of_every_group():

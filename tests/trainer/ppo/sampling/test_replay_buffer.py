@@ -115,6 +115,23 @@ def test_a_run_with_another_number_of_samples_loads_whole_groups(tmp_path, n):
     assert sorted(marks(other.sample(version=1, seed=0))) == [100, 101, 102, 103]
 
 
+def test_groups_of_two_sizes_are_loaded_as_they_were_saved(tmp_path):
+    first, second, third = (ReplayBuffer(ReplayConfig(groups=9), n=n, staleness=9, pad_token_id=PAD) for n in (2, 4, 4))
+    first.add(samples(step=1, groups=2))
+    second.load(str(tmp_path / "a"), first.save(str(tmp_path / "a")))
+    second.add(samples(step=2, groups=2))  # one group of four
+    third.load(str(tmp_path / "b"), second.save(str(tmp_path / "b")))
+    assert [marks(group.rows) for group in third.state_dict()] == [[100, 101], [102, 103], [200, 201, 202, 203]]
+
+
+def test_groups_with_images_stand_beside_groups_without():
+    replay, batch = buffer(groups=9), samples(step=1, groups=1)
+    batch.non_tensor_batch["multi_modal_inputs"] = np.array(["a", "b"], dtype=object)
+    for one in (batch, samples(step=2, groups=1)):
+        replay.add(one)
+    assert replay.sample(version=2, seed=0).non_tensor_batch["multi_modal_inputs"].tolist() == ["a", "b", None, None]
+
+
 def test_an_empty_buffer_can_be_saved_and_loaded(tmp_path):
     assert buffer().save(str(tmp_path / "replay")) == []
     buffer().load(str(tmp_path / "replay"), [])
