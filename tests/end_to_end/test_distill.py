@@ -89,6 +89,13 @@ def test_as_many_top_tokens_as_there_are_is_the_whole_vocabulary(tmp_path, tiny_
     assert largest_difference(*found) < 1e-6
 
 
+def test_the_shortest_responses_are_chosen_without_any_reward(tmp_path, tiny_qwen2, teacher):
+    changes = {TEACHER: teacher, "trainer__total_training_steps": 1, "trainer__save_freq": -1} | FORMS["whole"] | QUIET
+    changes |= {"algorithm__filter_groups__order": "shortest", "data__gen_batch_size": 6}
+    [row] = distill(tmp_path, tiny_qwen2, **changes)
+    assert row["actor/grad_norm"] > 0
+
+
 def test_task_rewards_and_teacher_add_up(tmp_path, tiny_qwen2, teacher):
     changes = {TEACHER: teacher, "trainer__total_training_steps": 1, "trainer__save_freq": -1} | QUIET
     changes |= {"distillation__enabled": True, f"{LOSS}loss_mode": "k1", f"{LOSS}distillation_loss_coef": 0.5}
