@@ -59,7 +59,7 @@ from hybridrl.workers.weight_transfer.fingerprint import fingerprint
 STAGES = ("gen", "prefill", "update", "push", "snapshot")
 CONTENDERS = ("ours", "bare")
 PROMPT_TOKENS = 48
-LONG_PROMPT_TOKENS = 512
+LONG_PROMPT_TOKENS = 512  # or as many as the model has positions for
 PAD = 0
 QUESTION = "Tom has {} apples and buys {} more. How many apples has he now? Think in one short sentence, then answer."
 ADAM = {"lr": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.01}
@@ -71,6 +71,12 @@ def make_prompts(model: str, num: int, tokens: int = PROMPT_TOKENS) -> torch.Ten
 
     size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
     return torch.randint(1, size, (num, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def long_prompt_tokens(job: dict[str, Any]) -> int:
+    from transformers import AutoConfig
+
+    return min(LONG_PROMPT_TOKENS, AutoConfig.from_pretrained(job["model"]).max_position_embeddings - job["tokens"])
 
 
 def make_rows(job: dict[str, Any], prompts: torch.Tensor) -> torch.Tensor:
@@ -87,7 +93,7 @@ def our_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
     keep_freed_memory()
     prompts = make_prompts(job["model"], job["prompts"])
-    long_prompts = make_prompts(job["model"], job["prompts"], LONG_PROMPT_TOKENS)
+    long_prompts = make_prompts(job["model"], job["prompts"], long_prompt_tokens(job))
     flops = ModelFlops.of(AutoConfig.from_pretrained(job["model"]))
     rows = make_rows(job, prompts)
     mask = torch.ones_like(rows)
@@ -112,7 +118,7 @@ def our_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     )
     engine.setup()
     config = RolloutConfig(dtype=job["dtype"])
-    rollout = make_rollout("hf", RolloutSetup(job["model"], config, (), PAD, LONG_PROMPT_TOKENS, job["tokens"]))
+    rollout = make_rollout("hf", RolloutSetup(job["model"], config, (), PAD, long_prompts.size(1), job["tokens"]))
     keys = sequence_keys(default_seeds(1, len(prompts)), job["n"])
 
     def loss(outputs: dict[str, torch.Tensor], _: DataProto) -> tuple[torch.Tensor, dict]:
@@ -120,7 +126,9 @@ def our_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
     def prefill() -> float | None:
         rollout.generate_tokens(long_prompts.tolist(), keys[:: job["n"]], SamplingParams(1))
-        return flops and flops.of_rows(torch.full((len(long_prompts),), LONG_PROMPT_TOKENS), len(long_prompts), FORWARD)
+        return flops and flops.of_rows(
+            torch.full((len(long_prompts),), long_prompts.size(1)), len(long_prompts), FORWARD
+        )
 
     def update() -> float | None:
         engine.forward_backward(batch, MicroBatching(max_tokens=16384), loss, outputs=("log_probs",))
@@ -149,7 +157,7 @@ def bare_stages(job: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     trained = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(trained.parameters(), fused=True, **ADAM)
     repeated = prompts.repeat_interleave(job["n"], dim=0)
-    long_prompts = make_prompts(job["model"], job["prompts"], LONG_PROMPT_TOKENS)
+    long_prompts = make_prompts(job["model"], job["prompts"], long_prompt_tokens(job))
 
     @torch.inference_mode()
     def generate(rows: torch.Tensor, tokens: int) -> None:

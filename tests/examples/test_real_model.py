@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("gen", "update", "push", "snapshot", "peak")
+STAGES = ("gen", "prefill", "update", "push", "snapshot", "peak")
 
 
 @pytest.mark.slow
@@ -19,6 +19,6 @@ def test_the_stages_of_a_step_are_measured_beside_bare_loops(tiny_qwen2):
     rows = [line.split() for line in done.stdout.splitlines()[2:]]
     assert [row[:3] for row in rows] == [["bfloat16", "1", stage] for stage in STAGES]
     for row in rows[:-1]:
-        cpu, bare_cpu, _, wall, bare_wall, ratio = map(float, row[3:])
+        cpu, bare_cpu, _, wall, bare_wall, ratio = map(float, row[3:9])
         assert min(cpu, bare_cpu, wall, bare_wall) >= 0 and ratio > 0
     assert float(rows[-1][-1]) > 0.1  # both processes hold torch
