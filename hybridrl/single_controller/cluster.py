@@ -84,7 +84,8 @@ def process_here(actor: Any) -> int:
     import ray
 
     node, pid = process_of(actor)
-    return pid if node == ray.get_runtime_context().get_node_id() else 0
+    # Asked after its end, Ray would start another cluster.
+    return pid if pid and ray.is_initialized() and node == ray.get_runtime_context().get_node_id() else 0
 
 
 def slot_from_name(name: str) -> str:
