@@ -193,7 +193,10 @@ def expected_step(config: PPOConfig, device: PlannedDevice, *, prompt: int = 0, 
 
 
 def expected_sft_step(config: SFTConfig, device: PlannedDevice, *, tokens: int) -> str:
-    """Return a line with the expected seconds of a step of fine-tuning on conversations of so many tokens, or ""."""
+    """Return a line with the expected seconds of a step of fine-tuning, "" without speeds.
+
+    tokens: Mean of a conversation.
+    """
     dtype = _dtype(supervised_engine_settings(config).dtype, device.device)
     if (speeds := device.speeds(dtype)) is None:
         return ""
@@ -216,8 +219,7 @@ def planned_seconds(
     prompt_tokens: Mean of a prompt; 0: the most that it may have.
     """
     dtype = training_dtype(config, device.device)
-    speeds = device.speeds(dtype)
-    if speeds is None:
+    if (speeds := device.speeds(dtype)) is None:
         return None
     policy = config.actor_rollout_ref
     own: dict[str, Any] = {} if device.known is not None else dict.fromkeys(CLUSTER_OVERHEADS, 0.0)

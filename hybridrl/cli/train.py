@@ -212,7 +212,7 @@ def _is_faster_in_bfloat16(machine: ThisMachine) -> bool:
 
 
 def _response_length(about: _About, *, dtype: str, prompt: int, limit: int) -> tuple[int, int]:
-    """Return the most tokens of responses, by where sampled answers end, and these answers' mean; says what it saw.
+    """Sample answers; return how long responses may be, and how long answers are on average.
 
     Twice what nearly all of them have, because answers may get longer in training; `limit` if many do not end.
     """

@@ -24,6 +24,7 @@ from hybridrl.workers.engine.base import StepOptions
 logger = logging.getLogger(__name__)
 MAX_UNSAVED_BYTES = 2 << 30  # of what a tenant's models keep to run it again, requests and answers
 CREATING = ("create_model", "load_weights")
+COMPUTING = ("forward", REPEATED, "optim_step")
 OPTIONS = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 BELOW_ONE = 1 - 1e-9
 RANGES = {  # eps is above 0: unused parts of adapters have neither gradients nor moments, and 0 / 0 is no number
@@ -159,12 +160,15 @@ class ModelLane:
         except LOST:
             raise
         except Exception as error:
-            if operation.kind == REPEATED and not isinstance(error, OF_USER):
-                self._forget_gradients(error)
+            if operation.kind in COMPUTING and not isinstance(error, OF_USER):
+                self._go_on_from_state(error)
             return failure(error)
 
-    def _forget_gradients(self, error: Exception) -> None:
-        """Go on from the last state with the next operation: a pass that failed has left gradients of some rows."""
+    def _go_on_from_state(self, error: Exception) -> None:
+        """Let the next operation begin at the last state.
+
+        A pass that failed half-way has left gradients of some rows, and a step may have changed some weights.
+        """
         if self._computation.num_trainers > 1:  # the others may be in a collective that one has left
             self._on_loss(error)
         self.is_loaded = False

@@ -237,10 +237,9 @@ class TrainingService:
             self.table.find_open(tenant, model.session_id)
             if type(seq_id) is not int or seq_id < 1:
                 raise DataError(f"seq_id={seq_id!r}: the operations of a model are numbered from 1")
-            if model.ledger.find(seq_id) is None:
-                is_next = seq_id == model.ledger.done + 1  # others wait for it
-                if not is_next:
-                    self._require_room(tenant, num_tokens, num_bytes=len(body))
+            is_next = seq_id == model.ledger.done + 1  # others wait for it
+            if model.ledger.find(seq_id) is None and not is_next:
+                self._require_room(tenant, num_tokens, num_bytes=len(body))
             model.last_request = time.time()
             model.ledger.accept(seq_id, kind, body, num_tokens=num_tokens)
             if model.broken:

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from hybridrl.training_service import wire
 from hybridrl.training_service.client import OperationFailed, ServiceClient, datum
@@ -273,6 +274,27 @@ def test_a_pass_that_fails_half_way_leaves_no_gradient(service, monkeypatch):
     assert found[0] == found[1]
 
 
+def test_a_step_that_fails_half_way_is_made_from_the_last_state(service, with_adapters, monkeypatch):
+    client, engine, found = ServiceClient(service), with_adapters[1].worker._engine, []
+
+    def failing():
+        with torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.add_(float(parameter.requires_grad))
+        raise RuntimeError("out of memory")
+
+    for fails in (False, True):
+        model = client.create_model(rank=4, seed=3)
+        model.forward_backward([sequence(0)], "cross_entropy")
+        if fails:
+            with monkeypatch.context() as patched, pytest.raises(OperationFailed, match="out of memory"):
+                patched.setattr(engine, "optimizer_step", failing)
+                model.optim_step()
+        model.optim_step()
+        found.append(model.forward([sequence(0)]).loss)
+    assert found[0] == found[1]
+
+
 def fail_in_second_micro_batch(patched):
     def one_row_at_a_time(max_tokens):
         return MicroBatching(max_rows=1)
@@ -317,19 +339,22 @@ def test_a_file_that_a_loss_of_power_has_cut_stops_its_own_model_only(computatio
     service = make_service(computation, tmp_path / "store")
     service.start()
     client = ServiceClient(service)
-    cut, whole = client.create_model(rank=4), client.create_model(rank=4)
+    cut, other_cut, whole = (client.create_model(rank=4) for _ in range(3))
     for model in (cut, whole):
         model.forward_backward([sequence(0)], "cross_entropy")
+    other_cut.forward([sequence(0)])
     service.stop()
-    operations = {model: service._lanes[model.id].model.ledger.directory / "operations" for model in (cut, whole)}
-    (operations[cut] / "00000001.request").write_bytes(b"")
-    (operations[whole] / "00000001.result").write_bytes(b"")  # it runs again
-    (operations[whole].parents[1] / "7").mkdir()  # a model whose client got no id
+    operations = {lane.model.id: lane.model.ledger.directory / "operations" for lane in service._lanes.values()}
+    (operations[cut.id] / "00000001.request").write_bytes(b"")
+    (operations[other_cut.id] / "00000001.result").write_bytes(b"")
+    (operations[whole.id] / "00000001.result").write_bytes(b"")  # it runs again
+    (operations[whole.id].parents[1] / "7").mkdir()  # a model whose client got no id
     client.service = service = make_service(computation, tmp_path / "store")
     service.start()
     assert whole.optim_step()["metrics"]["grad_norm:mean"] > 0
-    with pytest.raises(OperationFailed, match="00000001.request.*loss of power.*load its last checkpoint"):
-        cut.optim_step()
+    for model, file in ((cut, "request"), (other_cut, "result")):
+        with pytest.raises(OperationFailed, match=f"00000001.{file}.*loss of power.*load its last checkpoint"):
+            model.optim_step()
     service.stop()
 
 

@@ -58,10 +58,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     scored = [row for row in rows if row["score"] is not None]
     warn_of_failures(rows)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    data, shown = settings["data"], table(arguments.task, grouped(scored))
-    sampled = _sampling_line(**settings["actor_rollout_ref"]["rollout"]["val_kwargs"])
-    lengths = f"prompts of at most {data['max_prompt_length']} tokens, responses of {data['max_response_length']}"
-    show("\n".join([*shown, f"{sampled}; {lengths}", f"samples: {path}\n"]))
+    sampled, limits = _sampling_line(**settings["actor_rollout_ref"]["rollout"]["val_kwargs"]), settings["data"]
+    lengths = f"prompts of at most {limits['max_prompt_length']} tokens, responses of {limits['max_response_length']}"
+    show("\n".join([*table(arguments.task, grouped(scored)), f"{sampled}; {lengths}", f"samples: {path}\n"]))
     return 0 if scored else 1
 
 
@@ -166,7 +165,7 @@ def _show_progress(total: int, done: int) -> None:
 
 
 def _parameters(config: PPOConfig, *, seed: int) -> dict[str, Any]:
-    """Return how to sample, as in the validation of a model: greedy with n = 1, unless the settings say otherwise."""
+    """Return how to sample: as the validation of a model does with these settings."""
     chosen = config.actor_rollout_ref.rollout.val_kwargs
     sampled = {"temperature": chosen.temperature, "top_p": chosen.top_p, "seed": config.trainer.seed + seed}
     sampled |= {"top_k": chosen.top_k} if chosen.top_k > 0 else {}  # not every endpoint knows it

@@ -35,7 +35,10 @@ EXAMPLE_KEYS = {"step", "data_source", "question", "response", "ground_truth", "
 
 
 def sample_rows(batch: DataProto, tokenizer, *, step: int, extra: dict[str, list]) -> Iterator[dict[str, Any]]:
-    """Yield one record per row of a scored batch. The score of a row that could not be scored is None."""
+    """Yield one record per row of a scored batch.
+
+    The score of a row that could not be scored is None.
+    """
     width = batch.batch["prompts"].size(1)
     is_token = batch.batch["attention_mask"].bool()
     prompts = tokenizer.batch_decode(_ids(batch.batch["prompts"], is_token[:, :width]), skip_special_tokens=True)

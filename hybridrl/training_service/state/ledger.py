@@ -11,7 +11,6 @@ gradients and gives the same answer. A state appears by a rename that has the an
 lost or made twice. The service calls it with its lock held. Nothing here computes.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -215,8 +214,11 @@ class Ledger:
         newest = self._newest()
         self.done = self.saved = -1 if newest is None else int(newest.name)
         for path in sorted(self._operations.glob(f"[0-9]*{RESULT}")):
-            with contextlib.suppress(ValueError):  # cut by a loss of power: the operation runs again
+            try:
                 self._recover_answer(int(path.stem), path.read_bytes())
+            except ValueError as error:  # cut by a loss of power: the operation runs again, or was before the state
+                if int(path.stem) > self.done and not self._path(int(path.stem), REQUEST).exists():
+                    raise CheckpointError(f"{path}: the answer was cut by a loss of power") from error
         if newest is not None:
             self._recover_answer(self.done, (newest / NOTE).read_bytes())
         for path in sorted(self._operations.glob(f"[0-9]*{REQUEST}")):

@@ -21,6 +21,16 @@ class Gate:
         return {"val-core/score": float(weights)}
 
 
+def one_that_runs_and_one_that_waits() -> tuple[Gate, RemoteEvaluator]:
+    gate = Gate()
+    evaluation = RemoteEvaluator(gate)
+    evaluation.submit(1, 10)
+    while gate.seen != [1]:
+        time.sleep(0.005)
+    evaluation.submit(2, 20)
+    return gate, evaluation
+
+
 def wait_for(evaluation: RemoteEvaluator, count: int) -> list[dict]:
     found, deadline = [], time.monotonic() + 60
     while len(found) < count and time.monotonic() < deadline:
@@ -46,24 +56,14 @@ def test_submit_does_not_wait_and_the_newest_request_wins():
 
 
 def test_drain_waits_for_the_running_and_the_waiting_evaluation():
-    gate = Gate()
-    evaluation = RemoteEvaluator(gate)
-    evaluation.submit(1, 10)
-    while gate.seen != [1]:
-        time.sleep(0.005)
-    evaluation.submit(2, 20)
+    gate, evaluation = one_that_runs_and_one_that_waits()
     threading.Timer(0.2, gate.open.release, [2]).start()
     assert [found["val/version"] for found in evaluation.drain()] == [1.0, 2.0]
 
 
 def test_one_deadline_ends_the_wait_for_both(monkeypatch):
     monkeypatch.setattr("hybridrl.trainer.ppo.policy.remote_evaluator.DRAIN_TIMEOUT_S", 1.0)
-    gate = Gate()
-    evaluation = RemoteEvaluator(gate)
-    evaluation.submit(1, 10)
-    while gate.seen != [1]:
-        time.sleep(0.005)
-    evaluation.submit(2, 20)
+    gate, evaluation = one_that_runs_and_one_that_waits()
     threading.Timer(0.6, gate.open.release).start()  # the second one is begun in time, and not ended
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="the last evaluation was not finished 1 s after"):
@@ -76,12 +76,7 @@ def test_one_deadline_ends_the_wait_for_both(monkeypatch):
 
 
 def test_a_closed_evaluator_does_not_begin_the_waiting_evaluation():
-    gate = Gate()
-    evaluation = RemoteEvaluator(gate)
-    evaluation.submit(1, 10)
-    while gate.seen != [1]:
-        time.sleep(0.005)
-    evaluation.submit(2, 20)
+    gate, evaluation = one_that_runs_and_one_that_waits()
     threading.Timer(0.2, gate.open.release).start()
     evaluation.close()
     assert gate.seen == [1] and not evaluation._thread.is_alive()
