@@ -68,9 +68,14 @@ class Answers:
         self._lock = threading.Lock()
         self._num_sent = 0
 
+    @property
+    def is_original(self) -> bool:
+        """Return whether this is the process that was started, and no copy of it."""
+        return os.getpid() == self._pid
+
     def send(self, kind: str, value: Any = None, *, is_idle: bool = False) -> None:
         """Send one frame. Raises OverflowError for a value that is too large."""
-        if os.getpid() != self._pid:
+        if not self.is_original:
             os._exit(0)
         with self._lock:
             payload = json.dumps([self._pid, self._num_sent, kind, value, is_idle]).encode()
@@ -81,14 +86,17 @@ class Answers:
 
 
 class ImportReporter(importlib.abc.MetaPathFinder):
-    """Reports that a call loads a module; finds none. `active`: a call runs."""
+    """Reports that a call loads a module; finds none. `active`: a call runs.
+
+    A copy of the process, which a call made for its own work, imports without a report.
+    """
 
     def __init__(self, answers: Answers):
         self._answers, self.active, self._last = answers, False, 0.0
 
     def find_spec(self, *_: Any) -> None:
         now = time.monotonic()
-        if self.active and now - self._last > IMPORT_REPORT_PERIOD_S:
+        if self.active and now - self._last > IMPORT_REPORT_PERIOD_S and self._answers.is_original:
             self._last = now
             self._answers.send("importing")
 

@@ -35,6 +35,16 @@ class SampleCalls:
         os.fork()
         return "once"
 
+    def imported_in_helper(self):
+        import os
+        end, start = os.pipe()
+        if os.fork() == 0:
+            import colorsys
+            os.write(start, colorsys.__name__.encode())
+            os._exit(0)
+        os.close(start)
+        return os.read(end, 100).decode()
+
     def write(self, data):
         import os
         for name in os.listdir("/proc/self/fd"):
@@ -153,6 +163,11 @@ def test_with_the_parents_path_a_child_finds_the_parents_modules(start, tmp_path
 def test_a_copy_of_the_child_answers_nothing(start):
     child, _ = start()
     assert call(child, ("fork", {}), ("times", {"number": 1})) == [("ok", "once"), ("ok", 20)]
+
+
+def test_a_copy_that_a_call_makes_for_itself_may_import(start):
+    child, _ = start()
+    assert call(child, ("imported_in_helper", {})) == [("ok", "colorsys")]
 
 
 @pytest.mark.parametrize(
