@@ -195,19 +195,26 @@ class SurvivingState(ResumeState):
 
 
 def load_surviving_state(run_name: str, lifecycle: DriverLifecycle) -> SurvivingState:
-    """Return what earlier attempts of this driver have left on the cluster."""
+    """Return what earlier attempts of this driver have left on the cluster.
+
+    An attempt that found no snapshot began job `run_name`.ATTEMPT, which later ones resume.
+    """
     if lifecycle.attempt == 1:
         return SurvivingState(run_name)
-    store = find_actor(snapshot_store_name(run_name))
-    found = None if store is None else load_snapshot(store)
-    if found is None:
-        logger.warning("driver attempt %d: the previous driver left no snapshot; starting a new job", lifecycle.attempt)
-        kill_run(run_name)
-        return SurvivingState(f"{run_name}.{lifecycle.attempt}")
-    if found.channel is not None:
-        # The previous driver may have died between send and receive: release the actor that still waits for a receiver.
-        found.channel.cancel("the driver was lost")
-    return SurvivingState(run_name, snapshot=found, store=store)
+    jobs = [*(f"{run_name}.{number}" for number in range(lifecycle.attempt - 1, 1, -1)), run_name]  # the newest first
+    for job in jobs:
+        store = find_actor(snapshot_store_name(job))
+        found = None if store is None else load_snapshot(store)
+        if found is None:
+            continue
+        if found.channel is not None:
+            # The previous driver may have died between send and receive: release the actor that waits for a receiver.
+            found.channel.cancel("the driver was lost")
+        return SurvivingState(job, snapshot=found, store=store)
+    logger.warning("driver attempt %d: the previous driver left no snapshot; starting a new job", lifecycle.attempt)
+    for job in jobs:
+        kill_run(job)
+    return SurvivingState(f"{run_name}.{lifecycle.attempt}")
 
 
 def load_snapshot(store: Any) -> StepSnapshot | None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ray
 
+from hybridrl.driver.run_context import DriverLifecycle
 from hybridrl.errors import ObjectLost, WorkerLost
 from hybridrl.single_controller.cluster import find_actor, process_here, snapshot_store_name
 from hybridrl.single_controller.dispatch import Dispatch, register
@@ -21,7 +22,7 @@ from hybridrl.single_controller.worker import Worker
 from hybridrl.system.process_stat import read_process_stat
 from hybridrl.trainer.recovery import snapshots
 from hybridrl.trainer.recovery.policies import StepSnapshot, are_stored
-from hybridrl.trainer.recovery.snapshots import STORE_TIMEOUT_S, SurvivingState, load_snapshot
+from hybridrl.trainer.recovery.snapshots import STORE_TIMEOUT_S, SurvivingState, load_snapshot, load_surviving_state
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
 RUN = "snapshots-test"
@@ -113,6 +114,24 @@ def test_a_snapshot_counts_when_all_ranks_have_stored_it(state):
             assert load_snapshot(find_actor(STORE)).step == 2
     finally:
         file.unlink(missing_ok=True)
+
+
+def test_a_driver_resumes_from_the_newest_job_that_has_a_snapshot_else_all_of_them_end(group):
+    lifecycle = DriverLifecycle()
+    lifecycle.attempt = 4
+    second = SurvivingState(f"{RUN}.2")  # attempt 1 left no snapshot, and attempt 3 resumed from one
+    take(second, {"keeper": group}, 5)
+    found = load_surviving_state(RUN, lifecycle)
+    assert (found.run_name, found.snapshot.step) == (f"{RUN}.2", 5)
+    second.drop()
+    left = [f"{RUN}.2", RUN]
+    for name in left:
+        snapshots.start_snapshot_store(name)
+    assert load_surviving_state(RUN, lifecycle).run_name == f"{RUN}.4"
+    until = time.monotonic() + 60
+    while any(find_actor(snapshot_store_name(name)) for name in left):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_what_a_lost_store_held_is_an_object_that_is_lost(state, group):
