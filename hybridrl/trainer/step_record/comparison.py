@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl.data_plane.columns import deep_equal
+
 
 def compare_columns(found: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
     """Return a line that counts the bit-equal columns, if there are any, and one for each other column."""
@@ -23,7 +25,7 @@ def column_difference(found: Any, kept: Any) -> str:
     if found is None:
         return "the repeated stage did not write it"
     if isinstance(kept, np.ndarray):
-        rows = sum(str(one) != str(other) for one, other in zip(found, kept, strict=False))
+        rows = sum(not deep_equal(one, other) for one, other in zip(found, kept, strict=False))
         rows += abs(len(found) - len(kept))
         return f"{rows} of {len(kept)} rows differ" if rows else ""
     if found.is_nested or kept.is_nested:
@@ -57,12 +59,12 @@ def nan_lines(columns: Mapping[str, Any]) -> list[str]:
 def compare_metrics(found: Mapping[str, float], kept: Mapping[str, float]) -> list[str]:
     """Return a line that counts the equal metrics, and one for each other.
 
-    Times are left out.
+    NaNs are equal to each other. Times are left out.
     """
     names = [
         name for name in kept if name in found and not (name.startswith(("timing", "perf/")) or name.endswith("time_s"))
     ]
-    differing = [name for name in names if found[name] != kept[name] and found[name] == found[name]]
+    differing = [name for name in names if not deep_equal(found[name], kept[name])]
     lines = [f"{name}: {found[name]:.9g} instead of {kept[name]:.9g}" for name in differing]
     return [f"equal ({len(names) - len(lines)} metrics)", *lines]
 
