@@ -129,7 +129,10 @@ def for_one_process(config: PPOConfig, *, directory: str) -> PPOConfig:
     changed: dict[str, Any] = dict(nonfinite="skip", resume_mode="disable", resume_from_path=None, record_steps=[])
     changed |= ONE_PROCESS | NO_OUTPUT | NO_FREQUENCY | {"default_local_dir": directory}
     return replace(
-        config, trainer=replace(config.trainer, **changed), actor_rollout_ref=replace(policy, rollout=rollout)
+        config,
+        trainer=replace(config.trainer, **changed),
+        actor_rollout_ref=replace(policy, rollout=rollout),
+        distillation=replace(config.distillation, n_gpus_per_node=0, nnodes=1),
     )
 
 

@@ -6,7 +6,9 @@ import py_compile
 import pytest
 import yaml
 
-from hybridrl.cli.replay import settings_of_run
+from hybridrl import main_ppo
+from hybridrl.cli.replay import for_one_process, settings_of_run
+from hybridrl.config import PPOConfig, from_dict
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.checkpoint.store import write_run_state
@@ -42,6 +44,19 @@ def test_no_module_and_no_compiled_file_of_a_foreign_run_is_imported_unless_it_i
     (tmp_path / "config.yaml").write_text(yaml.dump(settings))
     with pytest.raises(ConfigError, match=f"names Python code \\({key}="):
         settings_of_run(StepRecord(str(tmp_path), {}, []), [], trust=False)
+
+
+def test_roles_with_devices_of_their_own_are_repeated_in_the_one_process(tmp_path):
+    teachers = {"teacher_model": {"model_path": "teacher"}}
+    settings = {
+        "actor_rollout_ref": {"model": {"path": "student"}, "rollout": {"n_gpus_per_node": 2, "nnodes": 2}},
+        "distillation": {"enabled": True, "n_gpus_per_node": 2, "nnodes": 2, "teacher_models": teachers},
+        "trainer": {"n_gpus_per_node": 4, "nnodes": 2, "eval_n_gpus": 1, "test_freq": 1},
+    }
+    config = for_one_process(from_dict(PPOConfig, settings), directory=str(tmp_path))
+    pools = main_ppo.resource_pools(config, main_ppo.worker_classes(config))
+    assert pools.resource_pool_spec == {"global_pool": [1]}
+    assert main_ppo.Role.TeacherModel in pools.mapping
 
 
 def one_stage(**changes) -> list[dict]:
