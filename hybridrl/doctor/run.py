@@ -7,13 +7,13 @@ from typing import Any
 from hybridrl.doctor import rules
 from hybridrl.doctor.curves import MIN_STEPS, Curves
 from hybridrl.doctor.finding import Finding
+from hybridrl.driver.program import ERROR_FILE
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.trainer.checkpoint import ledger_audit
 from hybridrl.trainer.checkpoint.step_ledger import FILE, parse_ledger
 from hybridrl.view.readers.storage import Folder
 from hybridrl.view.runs import Run, open_runs
 
-ERROR_FILE = "error.log"
 ERROR_BYTES = 65536
 MAX_LOSSES = 3  # of one role, that chance explains
 STOPPED = ("Terminated", "KeyboardInterrupt")  # by whoever ran it

@@ -16,6 +16,7 @@ from hybridrl.driver.terminal import TerminalFormatter, show_error
 from hybridrl.errors import ConfigError, DataError, HybridRLError, PlacementError
 
 logger = logging.getLogger(__name__)
+ERROR_FILE = "error.log"  # in a run's directory: the traceback of the error that its newest attempt ended with
 
 
 def run_program(
@@ -88,7 +89,7 @@ def _traceback_or_its_place(
     text = getattr(error, "remote_traceback", "") + "".join(traceback.format_exception(error))
     if directory is None or not os.path.isdir(directory):
         return "" if is_own and directory is None else text
-    path = os.path.join(directory, "error.log")
+    path = os.path.join(directory, ERROR_FILE)
     try:
         with open(path, "w", encoding="utf-8") as f:
             f.write(text)

@@ -11,6 +11,7 @@ import pytest
 
 from hybridrl.errors import ConfigError
 from hybridrl.system.machine import machine_id
+from hybridrl.trainer.run.tracking import Tracking
 from hybridrl.view.readers.failures import FailureReader
 from hybridrl.view.readers.ledger import LedgerReader
 from hybridrl.view.readers.metrics import MetricHistory
@@ -404,3 +405,12 @@ def test_a_run_is_complete_running_or_interrupted(tmp_path, steps, lives, state)
     )
     (run,) = open_runs([str(tmp_path)]).values()
     assert run.summary()["state"] == state
+
+
+def test_a_run_of_epochs_is_complete_after_the_last_step_of_its_data(tmp_path):
+    settings = {"trainer": {"total_training_steps": None, "total_epochs": 2}}
+    with Tracking("project", "run", ["jsonl"], tmp_path, settings, total_steps=4) as tracking:
+        tracking.log({"x": 1}, 4)
+    (run,) = open_runs([str(tmp_path)]).values()
+    assert (run.summary()["state"], run.summary()["total_steps"]) == ("complete", 4)
+    assert run.settings.values()["trainer.total_epochs"] == 2

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hybridrl import framework
 from hybridrl.config import PPOConfig, SupervisedConfig, to_dict
 from hybridrl.config.schema.trainer import TrainerConfig
+from hybridrl.driver.program import ERROR_FILE
 from hybridrl.driver.run_context import RunContext
 from hybridrl.errors import ConfigError
 from hybridrl.framework.context import OnlineRLContext
@@ -43,7 +44,7 @@ def run_directory(config: TrainerConfig) -> str:
 def prepared_run_directory(config: TrainerConfig) -> Iterator[str]:
     """Create the run's directory, and lock it for the duration of the block; called before anything starts.
 
-    The checkpoint that the run will resume from is verified.
+    The checkpoint that the run will resume from is verified. The error of an earlier attempt is removed.
 
     Raises:
         CheckpointError: No checkpoint to resume from is whole.
@@ -56,6 +57,8 @@ def prepared_run_directory(config: TrainerConfig) -> Iterator[str]:
     with lock_directory(directory):
         _check_not_overwritten(directory, config)
         resume_checkpoint(CheckpointStore(directory), config)
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(directory, ERROR_FILE))
         with _page(directory, config.page_port):
             yield directory
 

@@ -170,6 +170,7 @@ class JsonlTracker:
 
     Values that are not finite are written as NaN and Infinity, which Python and pandas read. What a full disk does not
     take is written with a later step. Beside it are the settings of the run, in `config.json`, for `hybridrl view`.
+    There `trainer.total_training_steps` is a number, also if the run counts epochs.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -179,7 +180,7 @@ class JsonlTracker:
         _keep_steps(path, last=run.start_step if run.start_step > 0 else -1)
         self._file = PatientFile(path)
         with contextlib.suppress(OSError), atomic_write(run.directory / SETTINGS_FILE) as file:
-            json.dump(run.config, file, default=str)
+            json.dump(_with_total_steps(run), file, default=str)
 
     def log(self, metrics: Metrics, step: int) -> None:
         line = json.dumps({"step": step} | {name: float(value) for name, value in metrics.items()}) + "\n"
@@ -187,6 +188,12 @@ class JsonlTracker:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _with_total_steps(run: RunInfo) -> Mapping[str, Any]:
+    if run.total_steps is None:
+        return run.config
+    return {**run.config, "trainer": {**run.config.get("trainer", {}), "total_training_steps": run.total_steps}}
 
 
 PACKAGES = ("tensorboard", "wandb", "mlflow")  # of the loggers with these names, and our extras

@@ -62,6 +62,15 @@ def test_a_new_run_may_start_in_the_directory_of_one_without_checkpoints(tmp_pat
     assert prepare(default_local_dir=str(tmp_path), resume_mode="disable") == str(tmp_path)
 
 
+def test_the_error_of_an_earlier_attempt_is_removed_once_the_next_one_may_start(used_directory, tmp_path):
+    (tmp_path / "error.log").write_text("Traceback")
+    with pytest.raises(ConfigError):
+        prepare(default_local_dir=used_directory, resume_mode="disable")
+    assert (tmp_path / "error.log").exists()
+    prepare(default_local_dir=used_directory)
+    assert not (tmp_path / "error.log").exists()
+
+
 def test_a_directory_is_prepared_for_one_run_at_a_time(used_directory):
     with (
         prepared_run_directory(TrainerConfig(default_local_dir=used_directory)),
