@@ -130,7 +130,7 @@ def read_images(
     """
     location = rows.location(row)
     values = image_list(rows[row].get(column), location, max_images=max_images)
-    folder = os.path.dirname(location.rpartition(" row ")[0])
+    folder = os.path.dirname(os.path.expanduser(location.rpartition(" row ")[0]))
     encoded = [encoded_image(value, location, folder=folder) for value in values]
     return encoded, [row_images.decoded_image(image, location) for image in encoded]
 

@@ -96,6 +96,13 @@ def test_every_form_of_an_image_and_of_a_prompt_gives_the_same_row(tmp_path, mod
     assert len({int(row[IMAGE_INPUTS]["image_hashes"][0]) for row in rows}) == 1
 
 
+def test_the_images_of_a_file_in_the_home_directory_are_beside_it(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "1.png").write_bytes(encoded(picture(1)))
+    write(tmp_path / "a.parquet", image_row("1.png"))
+    assert load(model, "~/a.parquet")[0][IMAGE_DATA] == {"images": [encoded(picture(1))]}
+
+
 def test_rows_without_images_are_tokenized_as_without_a_processor(tmp_path, model):
     file = write(tmp_path / "a.parquet", {"prompt": user("What is it ?")}, {"prompt": user("no picture")})
     tokenizer, _ = read_processor(model)
