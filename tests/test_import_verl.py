@@ -361,6 +361,11 @@ def test_a_script_without_a_command_of_verl_is_refused(tmp_path):
 
 def test_a_command_line_in_one_word_is_divided_and_refused_without_the_end_of_a_quote():
     assert verl_commands(["python3 -m verl.trainer.main_ppo a='x y' b=2"], {}).commands == [["a=x y", "b=2"]]
+    longest_name = 255  # of a file; a whole command line is asked for as one
+    values = [f"a.b{number}=1" for number in range(longest_name)]
+    assert verl_commands([" ".join(["python3 -m verl.trainer.main_ppo", *values])], {}).commands == [values]
+    with pytest.raises(ConfigError, match="has no command of verl"):
+        verl_commands([" ".join(["python3 -m others", *values])], {})
     with pytest.raises(ConfigError, match="is no command line .*No closing quotation"):
         verl_commands(["verl.trainer.main_ppo a='x"], {})
 

@@ -67,7 +67,7 @@ def verl_commands(given: Sequence[str], environment: Mapping[str, str]) -> Scrip
     """
     commands: list[list[str]] = [list(given)]
     problems: list[str] = []
-    if Path(given[0]).is_file():
+    if os.path.isfile(given[0]):
         try:
             text = Path(given[0]).read_text()
         except UnicodeDecodeError as error:
@@ -83,7 +83,7 @@ def verl_commands(given: Sequence[str], environment: Mapping[str, str]) -> Scrip
         others = [
             f"it runs {one_line(_shown(' '.join(command[:5])))}"
             for command in commands[:20]
-            if Path(given[0]).is_file()
+            if os.path.isfile(given[0])
         ]
         raise ConfigError(
             f"{given[0]}: has no command of verl.trainer.main_ppo; give an existing bash script, or the command line"
