@@ -155,6 +155,7 @@ def submit(
         plan = plan_job(spec, f"{name}-{uuid.uuid4().hex[:6]}")
         check_feasible([*master.reservations(plan.job), *plan.reservations()], nodes)
         journal = os.path.join(journal or JOURNAL_ROOT, plan.job)
+        journal = journal if "://" in journal else os.path.abspath(journal)  # the supervisor works in another directory
         running = _start(
             spec, plan, name, journal=journal, resume_point=resume_point, detached=not blocking, master=master
         )

@@ -53,9 +53,12 @@ def wait_until(condition, timeout_s=120):
 
 
 @pytest.mark.slow
-def test_a_job_runs_its_trainer_on_the_planned_workers_and_leaves_nothing(tmp_path):
+def test_a_job_runs_its_trainer_on_the_planned_workers_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the supervisor's working directory is another one
     job = described(Trainer, tmp_path / "out").reward(A).resource(cpu=0.5).build()
-    assert job.submit("first") == 0
+    assert job.submit("first", journal="journals") == 0
+    [journal] = (tmp_path / "journals").iterdir()
+    assert replay(str(journal))[0].run == journal.name
     mine, *answers = (tmp_path / "out").read_text().splitlines()
     assert mine.startswith("first-") and mine.endswith(" hello")
     assert answers == [  # 1 + amount + rank; and no variable that is not as planned
