@@ -83,7 +83,7 @@ def _cluster(address: str) -> Finding:
         change = "" if is_name else "RAY_ADDRESS=HOST:PORT, as `ray start` prints it"
         return Finding("RAY_ADDRESS", address, change)
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         change = "start the cluster (`ray start --head`), open the port in the firewall, or unset RAY_ADDRESS"
         return Finding("RAY_ADDRESS", f"nothing answers at {address} ({error})", change)

@@ -33,6 +33,8 @@ def test_an_address_where_nothing_answers_is_a_problem():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert not findings(RAY_ADDRESS=address)["RAY_ADDRESS"].is_problem
+        bracketed = f"[127.0.0.1]:{server.getsockname()[1]}"  # as IPv6 is written, which not every machine has
+        assert not findings(RAY_ADDRESS=bracketed)["RAY_ADDRESS"].is_problem
     closed = findings(RAY_ADDRESS=address)["RAY_ADDRESS"]
     assert closed.is_problem and address in closed.seen
     assert findings(RAY_ADDRESS="my-cluster")["RAY_ADDRESS"].is_problem
