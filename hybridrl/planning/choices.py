@@ -1,5 +1,6 @@
 """Settings of a job that fit into its devices, and other layouts of the same devices."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -226,15 +227,17 @@ def _layouts(config: PPOConfig, shape: ModelShape, *, shards_rollout: bool) -> I
     for tensor in TENSOR_SIZES:
         for pipeline in PIPELINE_SIZES:
             divides = not (shape.heads % tensor or shape.kv_heads % tensor or shape.layers % pipeline)
-            if tensor * pipeline == 1 or own % tensor or count % (tensor * pipeline) or not divides:
+            expert = math.gcd(shape.experts, own, count // pipeline)  # 1 of a model without experts
+            if tensor * pipeline * expert == 1 or own % tensor or count % (tensor * pipeline) or not divides:
                 continue
             yield (
-                f"Megatron TP {tensor} PP {pipeline}",
+                f"Megatron TP {tensor} PP {pipeline}" + (f" EP {expert}" if expert > 1 else ""),
                 {
                     f"{ACTOR}.strategy": "megatron",
                     "critic.strategy": "megatron",
                     f"{ACTOR}.megatron.tensor_model_parallel_size": tensor,
                     f"{ACTOR}.megatron.pipeline_model_parallel_size": pipeline,
                     f"{ACTOR}.megatron.sequence_parallel": tensor > 1,
+                    **({f"{ACTOR}.megatron.expert_model_parallel_size": expert} if expert > 1 else {}),
                 },
             )

@@ -281,6 +281,7 @@ def _megatron_layout(settings: MegatronConfig) -> dict[str, Any]:
         "strategy": "megatron",
         "tensor": settings.tensor_model_parallel_size,
         "pipeline": settings.pipeline_model_parallel_size,
+        "expert": settings.expert_model_parallel_size,
         "context": settings.context_parallel_size,
         "sequence_parallel": settings.sequence_parallel,
         "distributed_optimizer": settings.use_distributed_optimizer,

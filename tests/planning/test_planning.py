@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl import cli, main_ppo
 from hybridrl.algos.token_stats.from_states import CPU_TILE, DEVICE_TILE
-from hybridrl.cli.plan import PlannedDevice, expected_sft_step, faster_dtype
+from hybridrl.cli.plan import PlannedDevice, expected_sft_step, faster_dtype, shape_reader
 from hybridrl.config import PPOConfig, SFTConfig, load_config
 from hybridrl.config.load import compose_settings
 from hybridrl.planning import Devices, candidates, plan_processes, with_settings
@@ -195,6 +195,22 @@ def test_models_that_fit_no_megatron_layout_are_offered_none(model):
     (model / "config.json").write_text(json.dumps(QWEN_7B | {"model_type": "qwen2_moe_other"}))
     config = job(actor_rollout_ref__model__path=str(model))
     assert not any(found.layout.startswith("Megatron") for found in candidates(config, devices(28.0)))
+
+
+def test_a_mixture_of_experts_is_offered_layouts_that_shard_its_experts(model):
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "head_dim": 128}
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32}
+    (model / "config.json").write_text(json.dumps(QWEN_7B | moe | sizes | {"num_experts_per_tok": 8}))
+    config = job(actor_rollout_ref__model__path=str(model), actor_rollout_ref__rollout__tensor_model_parallel_size=8)
+    card = Devices(read_shape=shape_reader(config), device="cuda", memory=90 * GIB, budget=90 * GIB)
+    found = {each.layout: each for each in candidates(config, card) if each.layout.startswith("Megatron")}
+    assert found.keys() > {"Megatron TP 1 PP 1 EP 8", "Megatron TP 2 PP 1 EP 8", "Megatron TP 4 PP 2 EP 4"}
+    chosen = with_settings(config, found["Megatron TP 2 PP 1 EP 8"].changes)
+    assert chosen.actor_rollout_ref.actor.megatron.expert_model_parallel_size == 8
+    for expert, weights in ((8, 8.2), (1, 55.4)):  # 2 bytes of 1.54e9 / 2 parameters, and of 28.99e9 of experts
+        layout = {"actor_rollout_ref.actor.megatron.expert_model_parallel_size": expert}
+        [process] = card.plan(with_settings(chosen, layout))
+        assert process.models["actor"].weights == pytest.approx(weights * GIB, rel=0.02)
 
 
 def test_too_small_a_cache_is_a_problem_that_more_shards_of_the_rollout_solve():

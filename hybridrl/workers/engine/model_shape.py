@@ -97,6 +97,11 @@ class ModelShape:
         """Return all parameters."""
         return self.layers * self.layer_params + self.outer_params + self.tower
 
+    @property
+    def expert_params(self) -> int:
+        """Return the parameters of all experts, 0 if there are not several."""
+        return 3 * self.layers * self.experts * self.hidden * self.intermediate if self.experts > 1 else 0
+
     def lora_params(self, rank: int) -> int:
         """Return the parameters of adapters of this rank in all linear layers of the decoder layers."""
         wide, narrow, inner = self.attention_width, self.kv_width, self.intermediate

@@ -43,6 +43,24 @@ def test_numbers_worked_out_by_hand():
     assert memory.by_phase()["backward_start"].logits == 100 * 4 + 10 * 8 * 8
 
 
+def test_experts_are_sharded_over_their_own_processes_and_never_over_tensor_parallel_ones():
+    moe = replace(SHAPE, experts=4, active_experts=2)
+    # a layer: 8 (16 + 8) + 8 * 4 + 16 = 240 parameters and 4 * 3 * 8 * 16 = 1536 of experts
+    # all: 2 * 240 + 2 * 800 + 8 = 2088 and 3072 of experts
+    assert (moe.params, moe.expert_params) == (2088 + 3072, 3072)
+    assert SHAPE.expert_params == 0
+    found = {}
+    for tensor, pipeline, expert in ((2, 1, 1), (2, 1, 4), (2, 2, 2)):
+        sizes = EngineSizes(strategy="megatron", processes=8, tensor=tensor, pipeline=pipeline, expert=expert)
+        memory = EngineMemory(moe, sizes)
+        found[tensor, pipeline, expert] = (memory.weights / 2, memory.gradients / 4)
+        assert memory.optimizer == 12 * 5160 / 8  # each process has a part of what its group holds
+    own = {(2, 1, 1): 1044 + 3072, (2, 1, 4): 1044 + 768, (2, 2, 2): 522 + 768}
+    assert found == {layout: (number, number) for layout, number in own.items()}
+    unsharded = EngineSizes(strategy="megatron", processes=8, tensor=2, expert=4, distributed_optimizer=False)
+    assert EngineMemory(moe, unsharded).optimizer == 12 * (1044 + 768)
+
+
 @pytest.mark.parametrize(
     ("change", "phase", "part"),
     [

@@ -21,6 +21,7 @@ class EngineSizes:
         strategy: "fsdp" or "megatron".
         processes: Processes of the engine.
         tensor, pipeline: Sizes of Megatron's layout.
+        expert: Processes over which Megatron shards the experts of a pipeline stage. `tensor` does not shard them.
         context: Processes that share the tokens of a micro-batch (Megatron's context parallelism, FSDP's Ulysses).
         sequence_parallel: Norms are sharded over tensor-parallel processes.
         distributed_optimizer: Megatron shards the optimizer state over data-parallel processes.
@@ -42,6 +43,7 @@ class EngineSizes:
     processes: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
     context: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
@@ -72,13 +74,8 @@ class EngineSizes:
 
     @property
     def model_shards(self) -> int:
-        """Return over how many processes Megatron shards the model's tensors."""
+        """Return over how many processes Megatron shards the model's tensors, besides experts."""
         return self.tensor * self.pipeline if self.strategy == "megatron" else 1
-
-    @property
-    def data_shards(self) -> int:
-        """Return over how many processes parameters (FSDP) or optimizer state (Megatron) of a model are sharded."""
-        return max(1, self.processes // self.model_shards)
 
 
 @dataclass(frozen=True)
@@ -158,9 +155,8 @@ class EngineMemory:
     @property
     def _own_params(self) -> float:
         """Return the parameters of this process's model, as if data parallelism sharded nothing."""
-        sizes = self.sizes
-        stage = self.shape.params / sizes.pipeline if sizes.pipeline > 1 else self.shape.params
-        return stage / sizes.tensor if not self._is_fsdp else self.shape.params
+        sizes, experts = self.sizes, self.shape.expert_params
+        return (self.shape.params - experts) / sizes.model_shards + experts / (sizes.pipeline * sizes.expert)
 
     @property
     def _trained_params(self) -> float:
@@ -173,7 +169,7 @@ class EngineMemory:
         adapters = self.shape.lora_params(self.sizes.lora_rank) / self.sizes.model_shards
         if self._is_fsdp:
             element = FLOAT32 if self.sizes.trains else self.sizes.element
-            return (self._own_params + adapters) * element / self.sizes.data_shards
+            return (self._own_params + adapters) * element / self.sizes.processes
         return (self._own_params + adapters) * self.sizes.element
 
     @property
@@ -189,7 +185,7 @@ class EngineMemory:
         """Return the bytes of summed gradients, float32."""
         if not self.sizes.trains:
             return 0.0
-        return self._trained_params * FLOAT32 / (self.sizes.data_shards if self._is_fsdp else 1)
+        return self._trained_params * FLOAT32 / (self.sizes.processes if self._is_fsdp else 1)
 
     @property
     def optimizer(self) -> float:
@@ -197,8 +193,10 @@ class EngineMemory:
         if not self.sizes.trains:
             return 0.0
         copies = FLOAT32 if not self._is_fsdp and self.sizes.element < FLOAT32 else 0
-        shards = self.sizes.data_shards if self._is_fsdp or self.sizes.distributed_optimizer else 1
-        return self._trained_params * (ADAM + copies) / shards
+        if not self._is_fsdp and not self.sizes.distributed_optimizer:
+            return self._trained_params * (ADAM + copies)
+        rank = self.sizes.lora_rank  # each process has an equal part of the whole, whatever the layout
+        return (self.shape.lora_params(rank) if rank else self.shape.params) * (ADAM + copies) / self.sizes.processes
 
     @property
     def activations(self) -> float:
