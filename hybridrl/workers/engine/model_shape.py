@@ -103,10 +103,13 @@ class ModelShape:
         return 3 * self.layers * self.experts * self.hidden * self.intermediate if self.experts > 1 else 0
 
     def lora_params(self, rank: int) -> int:
-        """Return the parameters of adapters of this rank in all linear layers of the decoder layers."""
+        """Return the parameters of adapters of this rank in all linear layers of the decoder layers.
+
+        Several experts are one tensor, which is no linear layer.
+        """
         wide, narrow, inner = self.attention_width, self.kv_width, self.intermediate
-        ends = 2 * (self.hidden + wide) + 2 * (self.hidden + narrow) + 3 * self.experts * (self.hidden + inner)
-        return self.layers * rank * ends
+        forward = 3 * (self.hidden + inner) if self.experts == 1 else 0
+        return self.layers * rank * (2 * (self.hidden + wide) + 2 * (self.hidden + narrow) + forward)
 
     def layer_working(self, element: int) -> int:
         """Return the bytes of a token that exist at a time while a decoder layer computes without gradient."""

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybridrl.workers.engine.base import LoRA
+from hybridrl.workers.engine.lora import add_adapters
 from hybridrl.workers.engine.memory_plan import EngineMemory, EngineSizes, choose, chunk_for
 from hybridrl.workers.engine.model_shape import ModelShape
 
@@ -59,6 +61,19 @@ def test_experts_are_sharded_over_their_own_processes_and_never_over_tensor_para
     assert found == {layout: (number, number) for layout, number in own.items()}
     unsharded = EngineSizes(strategy="megatron", processes=8, tensor=2, expert=4, distributed_optimizer=False)
     assert EngineMemory(moe, unsharded).optimizer == 12 * (1044 + 768)
+
+
+def test_adapters_are_those_of_the_real_model():
+    import transformers
+
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 16}
+    sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    for config in (transformers.Qwen3Config(**sizes), transformers.Qwen3MoeConfig(**sizes, **sparse)):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        add_adapters(model, LoRA(rank=2, alpha=4), seed=0)
+        trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
+        assert ModelShape.of(config).lora_params(2) == trained
 
 
 @pytest.mark.parametrize(
