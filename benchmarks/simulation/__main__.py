@@ -112,7 +112,7 @@ def _model(name: str) -> Model:
     if name in MODELS:
         return MODELS[name]
     shape = read_shape(name)
-    return Model(shape.params, shape.layers, shape.hidden, shape.kv_width)
+    return Model(shape.params, shape.layers, shape.hidden, shape.kv_width, inactive_params=shape.inactive_params)
 
 
 def _read_table(path: Path | None) -> tuple[tuple[float, float], ...]:

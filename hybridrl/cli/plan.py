@@ -237,7 +237,8 @@ def planned_seconds(
 
 
 def _model(shape: ModelShape, dtype: str) -> Model:
-    return Model(shape.params, shape.layers, shape.hidden, shape.kv_width, 4 if dtype == "float32" else 2)
+    element = 4 if dtype == "float32" else 2
+    return Model(shape.params, shape.layers, shape.hidden, shape.kv_width, element, shape.inactive_params)
 
 
 def _model_stages(config: PPOConfig) -> set[str]:

@@ -1,10 +1,11 @@
 """Durations of work on devices: a roofline of the model and the device, or measured times of a decoding step.
 
 A decoding step of b sequences reads the weights and the keys and values of all their tokens, and computes b tokens: the
-slower of the two counts. Training computes 6 N operations per token and a forward pass 2 N, at a share of the peak.
-Times are estimates: they leave out preemption for lack of memory and everything that `Costs` does not name.
-`stage_seconds` adds them up to a step, with one length for all responses. It leaves out rewards, waits for the longest
-response, and the driver. The schedule with lengths that differ is `benchmarks/simulation`.
+slower of the two counts. Training computes 6 N operations per token and a forward pass 2 N, at a share of the peak;
+N are the parameters that compute a token. Times are estimates: they leave out preemption for lack of memory and
+everything that `Costs` does not name. `stage_seconds` adds them up to a step, with one length for all responses. It
+leaves out rewards, waits for the longest response, and the driver. The schedule with lengths that differ is
+`benchmarks/simulation`.
 
 Sources: 2 N and 6 N are of Kaplan et al. (arXiv 2001.08361, 2.1); the roofline of decoding is of Pope et al. (arXiv
 2211.05102, 2.1). Peaks and bandwidths are of the makers' data sheets, dense bfloat16.
@@ -37,13 +38,22 @@ class Device:
 
 @dataclass(frozen=True)
 class Model:
-    """A dense transformer; `kv_width` is key heads times their size, `value_bytes` is 2 in bfloat16."""
+    """A transformer; `kv_width` is key heads times their size, `value_bytes` is 2 in bfloat16.
+
+    `inactive_params` are of experts that do not compute a token.
+    """
 
     params: float
     layers: int
     hidden: int
     kv_width: int
     value_bytes: int = 2
+    inactive_params: float = 0.0
+
+    @property
+    def token_flops(self) -> float:
+        """Operations of a forward pass of one token, without attention."""
+        return 2 * (self.params - self.inactive_params)
 
     @property
     def weight_bytes(self) -> float:
@@ -109,7 +119,7 @@ class Costs:
             return float(np.interp(sequences, sizes, seconds))
         share = self.decode_efficiency * devices
         memory = (self.model.weight_bytes + self.model.kv_bytes * tokens) / (self.device.bandwidth * share)
-        flops = 2 * self.model.params * sequences + self.model.attention_flops(tokens)
+        flops = self.model.token_flops * sequences + self.model.attention_flops(tokens)
         return max(memory, flops / (self.device.peak_flops * share)) + self.step_overhead_s
 
     def generate_s(self, lengths: Sequence[int], *, done: int = 0, devices: int = 1) -> float:
@@ -138,7 +148,7 @@ class Costs:
         return seconds
 
     def _forward_s(self, tokens: float) -> float:
-        return 2 * self.model.params * tokens / (self.device.peak_flops * self.train_efficiency)
+        return self.model.token_flops * tokens / (self.device.peak_flops * self.train_efficiency)
 
     def score_s(self, lengths: np.ndarray) -> float:
         """Return the seconds in which one rank computes log-probs of responses (rows,) of these lengths."""
@@ -153,7 +163,7 @@ class Costs:
 
     def _pass_s(self, lengths: np.ndarray) -> float:
         tokens: Any = lengths.astype(np.float64) + self.prompt_tokens / self.shared_rows
-        flops = 2 * self.model.params * tokens + self.model.attention_flops(tokens / 2) * tokens
+        flops = self.model.token_flops * tokens + self.model.attention_flops(tokens / 2) * tokens
         return float(flops.sum()) / (self.device.peak_flops * self.train_efficiency)
 
     def push_s(self) -> float:

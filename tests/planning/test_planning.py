@@ -302,6 +302,20 @@ def test_a_step_of_fine_tuning_computes_six_operations_a_token_and_parameter(mod
         assert shown == pytest.approx(seconds / gpus, rel=0.05)
 
 
+def test_the_seconds_of_a_mixture_are_those_of_the_experts_that_compute_a_token(tmp_path):
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts_per_tok": 2}
+    seconds = {}
+    for experts in (2, 64):
+        folder = tmp_path / str(experts)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(QWEN_7B | moe | {"num_experts": experts}))
+        words = ["data.train_files=x", f"model.path={folder}"]
+        config = load_config(SFTConfig, words, program="", config_name="sft_trainer")
+        h100 = PlannedDevice("", "cuda", 80 * GIB, Device(1e15, 3e12))
+        seconds[experts] = float(expected_sft_step(config, h100, tokens=512).split()[2])
+    assert seconds[64] == pytest.approx(seconds[2], rel=0.05)
+
+
 def test_float32_is_proposed_where_bfloat16_is_slower():
     config = job(actor_rollout_ref__actor__fsdp_config__dtype="bfloat16")
     speeds = {"bfloat16": 5e9, "float32": 150e9}

@@ -102,6 +102,11 @@ class ModelShape:
         """Return the parameters of all experts, 0 if there are not several."""
         return 3 * self.layers * self.experts * self.hidden * self.intermediate if self.experts > 1 else 0
 
+    @property
+    def inactive_params(self) -> int:
+        """Return the parameters of the experts that do not compute a token."""
+        return self.expert_params * (self.experts - self.active_experts) // self.experts
+
     def lora_params(self, rank: int) -> int:
         """Return the parameters of adapters of this rank in all linear layers of the decoder layers.
 

@@ -49,8 +49,8 @@ def test_experts_are_sharded_over_their_own_processes_and_never_over_tensor_para
     moe = replace(SHAPE, experts=4, active_experts=2)
     # a layer: 8 (16 + 8) + 8 * 4 + 16 = 240 parameters and 4 * 3 * 8 * 16 = 1536 of experts
     # all: 2 * 240 + 2 * 800 + 8 = 2088 and 3072 of experts
-    assert (moe.params, moe.expert_params) == (2088 + 3072, 3072)
-    assert SHAPE.expert_params == 0
+    assert (moe.params, moe.expert_params, moe.inactive_params) == (2088 + 3072, 3072, 3072 // 2)
+    assert (SHAPE.expert_params, SHAPE.inactive_params) == (0, 0)
     found = {}
     for tensor, pipeline, expert in ((2, 1, 1), (2, 1, 4), (2, 2, 2)):
         sizes = EngineSizes(strategy="megatron", processes=8, tensor=tensor, pipeline=pipeline, expert=expert)
