@@ -107,7 +107,7 @@ def measure(words: list[str], environment: dict[str, str]) -> tuple[list[dict[st
 
 def planned(words: list[str], tokens: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the plan's bytes by moment, and its seconds by stage, for responses of so many tokens."""
-    from hybridrl.cli.plan import PlannedDevice, planned_seconds, read_shape
+    from hybridrl.cli.plan import PlannedDevice, planned_seconds, shape_reader
     from hybridrl.config import PPOConfig, load_config
     from hybridrl.planning.machine import this_machine
     from hybridrl.planning.processes import plan_processes
@@ -116,7 +116,7 @@ def planned(words: list[str], tokens: int) -> tuple[dict[str, float], dict[str, 
     config = load_config(PPOConfig, words, program="plan_against_run", config_name="ppo_trainer")
     assert config is not None, "--cfg is no setting"
     config = replace(config, trainer=replace(config.trainer, backend="local"))
-    [process] = plan_processes(config, read_shape=read_shape, device=here.device, memory=here.memory)
+    [process] = plan_processes(config, read_shape=shape_reader(config), device=here.device, memory=here.memory)
     seconds = planned_seconds(config, PlannedDevice(str(here), here.device, here.memory, is_here=True), tokens=tokens)
     assert seconds is not None, "the speeds of this machine can be measured"
     print(here)

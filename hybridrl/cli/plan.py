@@ -1,9 +1,9 @@
 """`hybridrl plan`: what a PPO job needs of its devices' memory, and settings that fit. Starts nothing."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from hybridrl.planning.processes import Moment, PlannedProcess, snapshot_bytes
 from hybridrl.trainer import ppo
 from hybridrl.trainer.data.tokenizer import load_tokenizer
 from hybridrl.trainer.ppo.step_settings import StepSettings, computes_old_log_probs
-from hybridrl.workers.engine.hf_model import TEXT_ONLY, choose_tower, reads_images
+from hybridrl.workers.engine.hf_model import overridden_config, overrides_for, reads_images
 from hybridrl.workers.engine.image_model import num_tower_params
 from hybridrl.workers.engine.memory_plan import MemoryParts
 from hybridrl.workers.engine.model_shape import ModelShape
@@ -201,7 +201,9 @@ def expected_sft_step(config: SFTConfig, device: PlannedDevice, *, tokens: int) 
     if (speeds := device.speeds(dtype)) is None:
         return ""
     own: dict[str, Any] = CPU_EFFICIENCY if device.device == "cpu" else {}
-    costs = Costs(speeds, _model(read_shape(str(config.model.path)), dtype), prompt_tokens=0, **own)
+    model = config.model
+    shape = read_shape(str(model.path), model.override_config, trust_remote_code=model.trust_remote_code)
+    costs = Costs(speeds, _model(shape, dtype), prompt_tokens=0, **own)
     rows = -(-config.data.train_batch_size // (config.trainer.n_gpus_per_node * config.trainer.nnodes))
     seconds = _rounded(costs.update_s(np.full(rows, tokens)))
     return f"\nexpected step: {seconds} s, {config.data.train_batch_size} conversations of {tokens} tokens\n"
@@ -266,29 +268,35 @@ def _device(config: PPOConfig, arguments: argparse.Namespace) -> PlannedDevice:
 
 
 def shape_reader(config: PPOConfig) -> Callable[[str], ModelShape]:
-    """Return `read_shape` for the models of a run, whose policy says whether towers run."""
-    return partial(read_shape, text_only=bool(config.actor_rollout_ref.model.override_config.get(TEXT_ONLY, True)))
+    """Return a function like `read_shape` for the models of a run, as its engines load them."""
+    policy = config.actor_rollout_ref.model
+
+    @cache
+    def read(path: str) -> ModelShape:
+        own = overrides_for(path, policy.path, policy.override_config)
+        return read_shape(path, own, trust_remote_code=policy.trust_remote_code)
+
+    return read
 
 
-@cache
-def read_shape(path: str, *, text_only: bool = True) -> ModelShape:
+def read_shape(
+    path: str, override_config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> ModelShape:
     """Return the shape of a model by its directory or hub name.
 
     Args:
         path: Directory or hub name.
-        text_only: Of a model whose tower runs only if it is asked for, see `choose_tower`.
+        override_config: Values that replace entries of its config.
+        trust_remote_code: Run Python code that comes with the model.
 
     Raises:
         ConfigError: Its config cannot be read, or lacks an entry.
     """
-    from transformers import AutoConfig
-
+    found = overridden_config(path, dict(override_config or {}), trust_remote_code=trust_remote_code)
     try:
-        found = AutoConfig.from_pretrained(path)
-        choose_tower(found, {TEXT_ONLY: text_only})
         tower = num_tower_params(found) if reads_images(found) else 0
         return replace(ModelShape.of(found), tower=tower)
-    except (OSError, ValueError, KeyError) as error:
+    except (ValueError, KeyError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"{path}: the model's config.json cannot be used ({text}); correct the path") from error
 

@@ -27,6 +27,7 @@ from hybridrl.cli.plan import (
     expected_sft_step,
     expected_step,
     read_shape,
+    shape_reader,
     word,
 )
 from hybridrl.config import PPOConfig, SFTConfig, load_config, model_folder
@@ -258,7 +259,9 @@ def _planned(words: list[str], found: ThisMachine) -> list[str]:
     """Return the words with the micro-batches and offloads that fit; the user's words stay the last."""
     config = _load(PPOConfig, words)
     validate_config(config)
-    devices = Devices(read_shape=read_shape, device=found.device, memory=found.memory, budget=USABLE * found.memory)
+    devices = Devices(
+        read_shape=shape_reader(config), device=found.device, memory=found.memory, budget=USABLE * found.memory
+    )
     best = next((candidate for candidate in candidates(config, devices) if not candidate.problem), None)
     if best is None:
         raise ConfigError(

@@ -235,7 +235,7 @@ def test_the_settings_that_the_command_prints_fit(model, capsys):
 
 def test_wrong_input_is_one_error(model, tmp_path, capsys):
     for changes, text in {
-        ("actor_rollout_ref.model.path=/nowhere",): "/nowhere: the model's config.json cannot be used",
+        ("actor_rollout_ref.model.path=/nowhere",): "model.path='/nowhere': transformers cannot read it",
         ("trainer.n_gpus_per_nod=8",): "trainer.n_gpus_per_node",
         ("actor_rollout_ref.actor.strategy=fsdp3",): "fsdp3",
     }.items():
@@ -244,6 +244,22 @@ def test_wrong_input_is_one_error(model, tmp_path, capsys):
         assert text in error and "Traceback" not in error
     (model / "config.json").write_text(json.dumps(QWEN_7B | {"model_type": "nothing"}))
     assert cli.main(words(model)) == 2
+
+
+def test_a_model_is_planned_as_its_engines_load_it(model, tmp_path, capsys):
+    other = tmp_path / "critic"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN_7B))
+    changes = {"actor_rollout_ref__model__path": str(model)}
+    changes["actor_rollout_ref__model__override_config"] = {"num_hidden_layers": 2}
+    read = shape_reader(job(**changes))
+    assert (read(str(model)).layers, read(str(other)).layers) == (2, 28)
+    code = "from transformers import Qwen2Config\nclass Own(Qwen2Config):\n  model_type = 'own'\n"
+    (model / "own.py").write_text(code)
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (model / "config.json").write_text(json.dumps(QWEN_7B | own))
+    assert shape_reader(job(**changes, actor_rollout_ref__model__trust_remote_code=True))(str(model)).layers == 2
+    assert cli.main(words(model)) == 2 and "transformers cannot read it" in capsys.readouterr().err
 
 
 def test_a_job_that_only_validates_has_a_plan(model, capsys):
