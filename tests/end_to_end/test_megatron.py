@@ -9,6 +9,7 @@ import torch
 
 from tests.support.end_to_end.runs import largest_difference, train, weights
 from tests.support.workers.megatron_models import NEEDS_MEGATRON, save_two_groups
+from tests.support.workers.routing_cases import save_mixture
 
 SAME = (
     "actor/pg_loss",
@@ -94,6 +95,21 @@ def test_tensor_parallel_ppo_takes_the_same_steps_as_fsdp_in_one_process(by_fsdp
     assert (
         len({row["critic/score/mean"] for row in found if row["step"]}) == 2
     )  # the reward model's, not one number for all
+
+
+def test_a_mixture_of_experts_takes_the_same_steps_in_one_process_as_under_fsdp(tmp_path, tiny_tokenizer):
+    from hybridrl.workers.engine.megatron.parallel_groups import destroy_model_parallel
+
+    model = save_mixture(tmp_path / "model", "Qwen3Moe", tokenizer=tiny_tokenizer)
+    expected = train(tmp_path / "fsdp", model, **NO_VALIDATION)
+    expected_weights = weights(tmp_path / "fsdp/run/global_step_2", tmp_path / "fsdp/hf")
+    found = train(tmp_path / "megatron", model, **NO_VALIDATION, actor_rollout_ref__actor__strategy="megatron")
+    for row, its in zip(found, expected, strict=True):
+        assert row["actor/grad_norm"] == pytest.approx(its["actor/grad_norm"], rel=1e-4)
+        assert row["critic/score/mean"] == its["critic/score/mean"]
+    found_weights = weights(tmp_path / "megatron/run/global_step_2", tmp_path / "megatron/hf")
+    destroy_model_parallel()
+    assert largest_difference(found_weights, expected_weights) < 1e-5
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def hf_reference(folder: Path, name: str, batch: DataProto) -> dict:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)))
         optimizer.step()
         optimizer.zero_grad()
-    weights = split_experts(dict(model.named_parameters()))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {"logits": logits, "outputs": start, "gradients": split_experts(first), "norms": norms, "weights": weights}
 
 

@@ -34,6 +34,7 @@ from hybridrl.workers.engine.megatron.architecture import transformer_config
 from hybridrl.workers.engine.megatron.checkpoint import load_state, prepare_torch_adam, save_state
 from hybridrl.workers.engine.megatron.hf_weights import (
     HFCheckpointReader,
+    fuse_experts,
     gather_full_tensors,
     named_megatron_parameters,
     read_weights,
@@ -211,8 +212,10 @@ class MegatronEngine(ShardedEngine):
     def weights(self, *, lora: str = "merged") -> Iterator[tuple[str, torch.Tensor]]:
         self._load_to_device(params=True)
         if (adapters := self.config.lora) is None:
-            return gather_full_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
-        return gather_weights(self.chunks, lora=lora, scale=adapters.alpha / adapters.rank, tied=self._tied)
+            found = gather_full_tensors(self.chunks, kind=self.config.kind, tied=self._tied)
+        else:
+            found = gather_weights(self.chunks, lora=lora, scale=adapters.alpha / adapters.rank, tied=self._tied)
+        return fuse_experts(found, self.chunks[0].config.num_moe_experts)
 
     def full_tensors(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return whole tensors under Hugging Face names of parts under the names of `state_tensors`. Collective.

@@ -1,6 +1,7 @@
 """Load and export weights under Hugging Face names, one tensor at a time.
 
-No process holds a full model. Reading: each process opens the safetensors files and takes its shard of each of its
+No process holds a full model. Names are those of files, where every expert has its own tensors; `fuse_experts` makes
+the ones of transformers' models. Reading: each process opens the safetensors files and takes its shard of each of its
 tensors. Writing: tensor-parallel peers gather a tensor, and its pipeline stage broadcasts it to the other stages.
 """
 
@@ -8,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 NEW_HEAD = ("score.weight", "score.bias")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(local_experts\.)(\d+)")
+_HF_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class HFCheckpointReader:
@@ -156,6 +158,31 @@ def gather_full_tensors(
                 name, tensor, shape, dtype, kind=kind, peers=peers, stage=stage, chunk=chunks[0]
             ):
                 yield from zip(mapping.hf_names, _split(whole, mapping, config, peers, chunks[0].vocab), strict=True)
+
+
+def fuse_experts(
+    weights: Iterable[tuple[str, torch.Tensor]], num_experts: int | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights with the experts of a layer in two tensors, as transformers' models have them.
+
+    These are `gate_up_proj` and `down_proj`, (expert, output, input). Holds the experts of one layer.
+
+    Args:
+        weights: Under the names of files; an expert's gate comes before its up.
+        num_experts: Of a layer.
+    """
+    waiting: dict[str, dict[int, list[torch.Tensor]]] = {}
+    for name, tensor in weights:
+        if (found := _HF_EXPERT.fullmatch(name)) is None:
+            yield name, tensor
+            continue
+        layer, number, part = found.groups()
+        fused = layer + ("down_proj" if part == "down" else "gate_up_proj")
+        experts = waiting.setdefault(fused, {})
+        experts.setdefault(int(number), []).append(tensor)
+        if part != "gate" and len(experts) == num_experts:
+            parts = [part for _, parts in sorted(waiting.pop(fused).items()) for part in parts]
+            yield fused, torch.cat(parts).unflatten(0, (num_experts, -1))
 
 
 def _gather_tensor(

@@ -6,6 +6,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.workers.engine_cases import gradients, make_engine
+from tests.support.workers.megatron_parity import split_experts
 from tests.support.workers.router_replay_rank import LAYERS, MICRO, all_rows, loss_of
 from tests.support.workers.routing_cases import save_mixture
 
@@ -28,19 +29,6 @@ def folder(tmp_path_factory):
     return made
 
 
-def by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with a name for each expert, as Megatron exports them."""
-    found = {}
-    for name, tensor in tensors.items():
-        stem, _, last = name.rpartition("experts.")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last if stem else "", ())
-        for number, expert in enumerate(tensor if parts else ()):
-            pieces = zip(parts, expert.chunk(len(parts)), strict=True)
-            found |= {f"{stem}experts.{number}.{part}.weight": piece for part, piece in pieces}
-        found |= {} if parts else {name: tensor}
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 @pytest.mark.timeout(240)
@@ -55,7 +43,7 @@ def test_forced_routes_give_what_one_process_computes(folder, name, num_ranks):
     pairs = zip(found["routes"], (routes[row] for row in found["rows"]), strict=True)
     assert all(np.array_equal(np.sort(left, -1), np.sort(right, -1)) for left, right in pairs)
     stats = one.forward_backward(rows, MICRO, loss_of, outputs=("log_probs",))
-    wanted = by_expert(gradients(one)) if name != "fsdp" else gradients(one)
+    wanted = split_experts(gradients(one)) if name != "fsdp" else gradients(one)
     scale = max(float(tensor.abs().max()) for tensor in wanted.values())
     assert all((tensor - wanted[key]).abs().max() < 1e-5 * scale for key, tensor in found["gradients"].items())
     if len(found["rows"]) == len(rows):
@@ -71,7 +59,7 @@ def test_experts_on_two_ranks_are_those_of_one_after_many_updates(folder):
     for num_ranks in (1, 2):
         run_ranks(module, num_ranks, "updates", folder, log=folder / f"updates_{num_ranks}.log", timeout_s=200)
     one, two = (torch.load(folder / f"updates_{num_ranks}.pt") for num_ranks in (1, 2))
-    before = by_expert({name: tensor for name, tensor in make_engine(str(folder)).weights()})
+    before = dict(make_engine(str(folder)).weights())
     for how in ("own", "replayed"):
         assert one[how].keys() == two[how].keys()
         differences = {name: float((one[how][name] - two[how][name]).abs().max()) for name in one[how]}
