@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -56,13 +57,22 @@ def local_shards(model: torch.nn.Module) -> Iterator[NamedTensor]:
     """Yield this rank's part of the group's weights; over all ranks every element appears once."""
     is_first = get_tp_group().rank_in_group == 0
     for path, module in model.named_modules():
-        is_sharded = getattr(module, "tp_size", 1) > 1
         for name, parameter in module.named_parameters(recurse=False):
-            replicated = not is_sharded or (isinstance(module, RowParallelLinear) and name == "bias")
+            is_sharded = _is_sharded(module, name)
             if isinstance(module, QKVParallelLinear) and is_sharded:
                 yield f"{path}.{name}", _local_heads(module, parameter)
-            elif is_first or not replicated:
+            elif is_first or is_sharded:
                 yield f"{path}.{name}", parameter
+
+
+def _is_sharded(module: torch.nn.Module, name: str) -> bool:
+    """Return whether every rank has other elements of a module's own parameter."""
+    if isinstance(module, RoutedExperts):  # a router's bias, which it names too, is whole on every rank
+        layout = module.moe_config.moe_parallel_config
+        return max(layout.tp_size, layout.ep_size) > 1 and name.startswith(("w13_", "w2_"))
+    if isinstance(module, ReplicatedLinear) or (isinstance(module, RowParallelLinear) and name == "bias"):
+        return False  # although they have a `tp_size`
+    return getattr(module, "tp_size", 1) > 1 or name == "sinks"  # of gpt-oss, whose attention layer has none
 
 
 def _local_heads(module: QKVParallelLinear, parameter: torch.nn.Parameter) -> torch.Tensor:
