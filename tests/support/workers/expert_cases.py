@@ -8,9 +8,17 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.workers.rollout import Rollout, RolloutSetup, SamplingParams
+from hybridrl.workers.weight_transfer.quantize import (
+    GRIDS,
+    dequantize_blocks,
+    is_quantizable,
+    quantize_blocks,
+    quantized_weights,
+)
 
 PROMPTS = [list(range(1, 20)), list(range(30, 50))]
 RESPONSE = 12
+FP8 = GRIDS["fp8"]
 
 
 def save_experts(path: Path) -> str:
@@ -63,3 +71,17 @@ def log_prob_differences(rollout: Rollout, model: torch.nn.Module) -> torch.Tens
         logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
         differences.append(log_probs - logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1))
     return torch.cat(differences)
+
+
+@torch.no_grad()
+def rounded(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model with the products of values and scales in place of its weights."""
+    for name, weight in model.named_parameters():
+        if is_quantizable(name, weight):
+            weight.copy_(dequantize_blocks(*quantize_blocks(weight, FP8), weight.dtype))
+    return model
+
+
+def pushed(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return a model's weights in fp8, as an actor pushes them."""
+    return [(name, tensor.clone()) for name, tensor in quantized_weights(model.named_parameters(), FP8)]

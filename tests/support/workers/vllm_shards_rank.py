@@ -4,7 +4,7 @@ Not a test file.
 
     python -m tests.support.workers.vllm_shards_rank RANK WORLD FOLDER PORT MODEL...
 
-FOLDER contains the models. The ranks add a file store, and rank 0 `shards.pt`: by model,
+FOLDER contains the models, of which `fp8` is held in fp8. The ranks add a file store, and rank 0 `shards.pt`: by model,
 the largest difference of a log-prob after the push.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.workers.rollout import make_rollout
-from tests.support.workers.expert_cases import changed_model, log_prob_differences, setup_of
+from tests.support.workers.expert_cases import changed_model, log_prob_differences, pushed, rounded, setup_of
 
 
 def main(rank: int, world: int, folder: Path, port: str, *models: str) -> None:
@@ -30,9 +30,10 @@ def main(rank: int, world: int, folder: Path, port: str, *models: str) -> None:
     found = {}
     for name in models:
         setup, model = setup_of(str(folder / name)), changed_model(str(folder / name), seed=1)
-        own = {"tensor_model_parallel_size": world}
+        own = {"tensor_model_parallel_size": world, "quantization": "fp8" if name == "fp8" else None}
         rollout = make_rollout("vllm", replace(setup, config=replace(setup.config, **own)))
-        rollout.load_weights(1, model.state_dict().items())
+        rollout.load_weights(1, pushed(model) if name == "fp8" else model.state_dict().items())
+        model = rounded(model) if name == "fp8" else model
         found[name] = float(log_prob_differences(rollout, model).abs().max())
     if rank == 0:
         torch.save(found, folder / "shards.pt")

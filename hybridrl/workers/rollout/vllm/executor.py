@@ -80,8 +80,10 @@ def _local_heads(module: QKVParallelLinear, parameter: torch.nn.Parameter) -> to
 
     Without the latter if an earlier rank has the same ones.
     """
-    repeated = module.tp_rank % module.num_kv_head_replicas > 0
-    return parameter[: module.num_heads * module.head_size] if repeated else parameter
+    if module.tp_rank % module.num_kv_head_replicas == 0:
+        return parameter
+    queries = parameter.size(0) * module.output_sizes[0] // sum(module.output_sizes)  # of scales a row is of a block
+    return parameter[:queries]
 
 
 def sum_over_group(number: int) -> int:

@@ -12,22 +12,14 @@ from hybridrl.errors import ConfigError, StaleWeightsError
 from hybridrl.workers.rollout import RolloutSetup, make_rollout
 from hybridrl.workers.rollout.vllm.weights.block_fp8 import fp8_weights, quantization_config
 from hybridrl.workers.weight_transfer.buckets import OutgoingWeights
-from hybridrl.workers.weight_transfer.quantize import (
-    GRIDS,
-    dequantize_blocks,
-    is_quantizable,
-    quantize_blocks,
-    quantized_weights,
-)
 from tests.families.configurations import configuration
-from tests.support.workers.expert_cases import changed_model, log_prob_differences, setup_of
+from tests.support.workers.expert_cases import changed_model, log_prob_differences, pushed, rounded, setup_of
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(240),
     pytest.mark.skipif(find_spec("vllm") is None, reason="the module vllm is not installed"),
 ]
-FP8 = GRIDS["fp8"]
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -54,19 +46,6 @@ def save(config, folder: Path) -> str:
 def fp8_setup(path: str, dtype: str = "float32") -> RolloutSetup:
     setup = setup_of(path, dtype=dtype)
     return replace(setup, config=replace(setup.config, quantization="fp8"))
-
-
-@torch.no_grad()
-def rounded(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model with the products of values and scales in place of its weights."""
-    for name, weight in model.named_parameters():
-        if is_quantizable(name, weight):
-            weight.copy_(dequantize_blocks(*quantize_blocks(weight, FP8), weight.dtype))
-    return model
-
-
-def pushed(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor.clone()) for name, tensor in quantized_weights(model.named_parameters(), FP8)]
 
 
 @pytest.mark.parametrize(
