@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.errors import HybridRLError
+from hybridrl.protocol import DataProto
 from hybridrl.workers.engine.base import MicroBatching
+from hybridrl.workers.engine.megatron.engine import MegatronEngine
 from hybridrl.workers.engine.megatron.parallel_groups import destroy_model_parallel
 from hybridrl.workers.engine.snapshot import load_engine_state, take_engine_state
 from tests.support.workers.engine_cases import make_batch, num_response_tokens, train, whole_weights
@@ -45,15 +47,30 @@ def heads(folder: Path) -> dict:
     return found
 
 
+def critic_step(critic: MegatronEngine, batch: DataProto) -> dict[str, float]:
+    critic.forward_backward(rows_of(critic, batch), MICRO, value_loss, outputs=("values",))
+    return critic.optimizer_step()
+
+
 def in_bfloat16(folder: Path) -> dict:
-    """Return grad norms in bfloat16, of a policy and of a critic, whose head stays float32."""
+    """Return grad norms in bfloat16, of a policy and of a critic, and whether the critic resumes bit for bit."""
     batch, found = make_batch(), {}
     for name, layout in {"TP2": TP, "DP2": {}, "PP2": PP | PLAIN}.items():
         engine = make_engine(str(folder / "qwen2"), layout, dtype="bfloat16")
         found[f"bfloat16, {name}"] = train(engine, rows_of(engine, batch), MICRO, num_tokens=num_response_tokens(batch))
-        critic = make_engine(str(folder / "qwen2 critic"), layout, kind="value", dtype="bfloat16")
-        critic.forward_backward(rows_of(critic, batch), MICRO, value_loss, outputs=("values",))
-        found[f"bfloat16 critic, {name}"] = critic.optimizer_step()
+        critic, resumed = (
+            make_engine(str(folder / "qwen2 critic"), layout, kind="value", dtype="bfloat16") for _ in range(2)
+        )
+        found[f"bfloat16 critic, {name}"] = critic_step(critic, batch)
+        directory = folder / f"bfloat16 critic, {name}"
+        directory.mkdir(exist_ok=True)
+        dist.barrier()
+        critic.save(str(directory))
+        resumed.load(str(directory))
+        same = critic_step(resumed, batch) == critic_step(critic, batch)
+        expected = whole_weights(critic)
+        same &= all(torch.equal(tensor, expected[key]) for key, tensor in whole_weights(resumed).items())
+        found[f"bfloat16 critic resumes, {name}"] = same
         destroy_model_parallel()
     return found
 

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import nn
+from torch.nn import functional as F
 
 from hybridrl.algos.token_stats.from_states import VocabularyShard, token_stats_of_states
 from hybridrl.workers.engine.megatron.architecture import rotary
@@ -73,7 +74,7 @@ class Network(GPTModel):
         if self.pre_process and config.recompute_granularity is not None:
             self.embedding.register_forward_hook(_require_gradient)
         if last and kind != "causal_lm":
-            self.output_layer: Any = ScalarHead(config.hidden_size, bias=kind == "value")
+            self.output_layer: Any = ScalarHead(config.hidden_size, 1, bias=kind == "value", dtype=config.params_dtype)
         elif last:
             self.output_layer.__class__ = StatsLayer
             self.output_layer.stats_of = self._stats_of
@@ -153,14 +154,13 @@ def _require_gradient(embedding: nn.Module, args: tuple, output: torch.Tensor) -
 class ScalarHead(nn.Linear):
     """Linear head with one float32 output per state.
 
-    It is float32 in every model dtype, and called like a Megatron output layer.
+    It computes in float32 in every model dtype, and is called like a Megatron output layer. Its parameters have the
+    model's dtype: megatron-core cannot save its optimizers' states of float32 parameters among bfloat16 ones.
     """
-
-    def __init__(self, hidden_size: int, *, bias: bool):
-        super().__init__(hidden_size, 1, bias=bias, dtype=torch.float32)
 
     def forward(  # type: ignore[override]  # megatron-core calls its output layers so
         self, states: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
         """Return ((N, 1, 1), None) from states (N, 1, H)."""
-        return super().forward(states.float()), None
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(states.float(), self.weight.float(), bias), None

@@ -88,13 +88,14 @@ def test_preferences_are_learned_as_under_fsdp(folder, found, name):
 
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2", "PP2"])
-def test_bfloat16_stays_near_float32(folder, found, layout):
+def test_bfloat16_stays_near_float32_and_resumes_bit_for_bit(folder, found, layout):
     assert found[f"bfloat16, {layout}"][0]["grad_norm"] == pytest.approx(
         hf_reference(folder, "qwen2", make_batch())["norms"][0], rel=0.03
     )
     assert found[f"bfloat16 critic, {layout}"]["grad_norm"] == pytest.approx(
         found["critic's step, CP2"]["grad_norm"], rel=0.03
     )
+    assert found[f"bfloat16 critic resumes, {layout}"]
 
 
 @pytest.mark.parametrize("move", MOVES)
