@@ -23,8 +23,6 @@ from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
 COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 """Files of a model that training does not change: how it generates, and how its images are processed."""
-COMPOSITE = "model.language_model."
-"""Names of a text model's weights begin so in a checkpoint that has more than text, and with `model.` in the model."""
 
 
 def export_hf(
@@ -55,8 +53,7 @@ def export_hf(
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights if rank == 0}
     if rank != 0:
         return
-    if kind == "causal_lm":
-        tensors = _with_untrained(tensors, model)
+    tensors = _as_on_disk(tensors, model, kind=kind)
     with _new_directory(directory) as temporary:
         _write(tensors, temporary, model=model, kind=kind)
         _verify(tensors, temporary)
@@ -116,25 +113,44 @@ def check_new_directory(directory: str) -> None:
         raise ConfigError(f"{directory} cannot be written ({error.strerror}); export to another directory") from error
 
 
-def _with_untrained(tensors: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return weights under the model's own names, with those that the trained model lacks."""
+def _as_on_disk(tensors: dict[str, torch.Tensor], model: ModelConfig, *, kind: str) -> dict[str, torch.Tensor]:
+    """Return weights as in the model's files, with those that the trained model lacks; empties `tensors`.
+
+    Names and shapes differ where transformers joins the experts of a layer, or renames weights.
+    """
     from safetensors import safe_open
+    from transformers.core_model_loading import revert_weight_conversion
 
     assert model.path is not None, "the weights to export were loaded from this path"
     config = hf_model.overridden_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
-    auto = hf_model.auto_class(config)
+    auto = hf_model.auto_class(config, kind=kind)
     if type(config) not in auto._model_mapping:
-        return tensors
-    trained: Any = auto._model_mapping[type(config)]
-    left_out = [re.compile(pattern) for pattern in trained._keys_to_ignore_on_load_unexpected or ()]
-    if not left_out:
         return tensors
     files = [safe_open(file, framework="pt") for file in safetensors_files(model.path)]
     found = {name: file for file in files for name in file.keys()}
-    if any(name.startswith(COMPOSITE) for name in found):
-        tensors = {name if name in found else COMPOSITE.join(name.split("model.", 1)): t for name, t in tensors.items()}
-    untrained = [name for name in found if name not in tensors and any(pattern.search(name) for pattern in left_out)]
-    return tensors | {name: found[name].get_tensor(name) for name in untrained}
+    with torch.device("meta"):
+        trained = auto.from_config(config)
+    trained._weight_conversions = _used_conversions(trained, found)
+    views = revert_weight_conversion(trained, tensors)
+    tensors.clear()
+    own = {name: views.pop(name).clone() for name in [*views]}
+    patterns = trained._keys_to_ignore_on_load_unexpected if kind == "causal_lm" else None
+    left_out = [re.compile(pattern) for pattern in patterns or ()]
+    untrained = [name for name in found if name not in own and any(pattern.search(name) for pattern in left_out)]
+    return own | {name: found[name].get_tensor(name) for name in untrained}
+
+
+def _used_conversions(model: Any, on_disk: Iterable[str]) -> list[Any]:
+    """Return the conversions of transformers that act when it loads tensors of these names into the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    known = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in known if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in known if isinstance(conversion, WeightConverter)]
+    for name in on_disk:
+        rename_source_key(name, renamings, converters)
+    return [conversion for conversion in known if conversion.was_used()]
 
 
 def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConfig, kind: str) -> None:
