@@ -110,6 +110,10 @@ class ShardedEngine(ABC):
         for model in self._models:
             model.to(target)
 
+    def _move_optimizers(self, target: torch.device) -> None:
+        for state in (state for inner in self._optimizers for state in inner.state.values()):
+            state |= {name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
     def _choose_device(self) -> None:
         """Set the device of this process, where everything is at first, and join a process group if there is none."""
         cuda = self.config.device == "cuda"
@@ -178,8 +182,7 @@ class ShardedEngine(ABC):
             self._move_parameters(target)
             self._params_on = target
         if optimizer:
-            for state in (state for inner in self._optimizers for state in inner.state.values()):
-                state |= {name: value.to(target) for name, value in state.items() if isinstance(value, torch.Tensor)}
+            self._move_optimizers(target)
             self._optimizer_on = target
 
     def _load_to_device(self, *, params: bool = False, optimizer: bool = False) -> None:

@@ -265,6 +265,12 @@ class MegatronEngine(ShardedEngine):
             for tensor in [*chunk.parameters(), *chunk.buffers()]:
                 tensor.data = tensor.data.to(target)
 
+    def _move_optimizers(self, target: torch.device) -> None:
+        super()._move_optimizers(target)
+        for inner in self._optimizer.chained_optimizers if self._optimizer is not None else ():
+            for master in (master for group in getattr(inner, "fp32_from_float16_groups", ()) for master in group):
+                master.data = master.data.to(target)
+
     def _save_state(self, directory: str) -> None:
         save_state(directory, chunks=self.chunks, optimizer=self._optimizer, step=self.num_updates)
 
