@@ -113,7 +113,8 @@ def loaded_modules(folder: Path) -> dict[str, Path]:
     from tests.conftest import make_tiny_qwen2
     from tests.support.end_to_end.runs import settings
 
-    words = settings(folder, make_tiny_qwen2(folder / "model"), trainer__total_training_steps=1)
+    plain: dict[str, object] = {"reward_model.num_processes": "null", "trainer.total_training_steps": 1}
+    words = settings(folder, make_tiny_qwen2(folder / "model"), **plain)
     command = [sys.executable, "-c", RUN, str(folder / "loaded.json"), *words]
     user = {name: value for name, value in os.environ.items() if name != CHECK_VARIABLE}  # the tests set it
     done = subprocess.run(command, cwd=ROOT, env=user, capture_output=True, text=True, timeout=300)

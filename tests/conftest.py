@@ -14,6 +14,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name is Ray's
 os.environ["HYBRIDRL_CHECK_STAGES"] = "1"  # every stage is compared with its declaration, see run/column_check.py
 
 import gc
+import logging
 import random
 import resource
 import sys
@@ -35,33 +36,37 @@ sys.dont_write_bytecode = False  # this process has read the variable
 LONG_FILES = (
     "end_to_end/test_main_ppo.py",
     "framework/parallel/test_runner.py",
-    "single_controller/test_failures.py",
     "end_to_end/test_images.py",
     "end_to_end/test_dynamic_sampling.py",
-    "single_controller/test_ray_worker_group.py",
-    "testing/test_rollout.py",
-    "end_to_end/test_lag.py",
     "config/test_gguf_models.py",
-    "end_to_end/test_algorithms.py",
-    "testing/test_engine.py",
-    "workers/rollout/test_request_engine.py",
-    "examples/test_examples.py",
+    "single_controller/test_failures.py",
+    "end_to_end/test_lag.py",
+    "test_main_job.py",
     "test_imports.py",
     "families/test_families.py",
-    "end_to_end/test_leaving.py",
-    "end_to_end/test_megatron.py",
+    "workers/rollout/test_request_engine.py",
+    "examples/test_examples.py",
+    "testing/test_engine.py",
+    "single_controller/test_ray_worker_group.py",
+    "single_controller/test_call_cycles.py",
+    "end_to_end/test_algorithms.py",
     "sdk/test_runtime.py",
-    "test_main_job.py",
-    "end_to_end/test_distill.py",
-    "workers/rollout/sampling/test_sampler.py",
+    "workers/rollout/test_vllm.py",
+    "driver/cluster/test_holder.py",
+    "driver/test_supervisor.py",
     "training_service/test_service.py",
+    "end_to_end/test_distill.py",
+    "end_to_end/test_megatron.py",
+    "testing/test_rollout.py",
+    "end_to_end/test_leaving.py",
+    "trainer/recovery/test_snapshots.py",
+    "workers/rollout/sampling/test_sampler.py",
     "workers/engine/megatron/test_engine.py",
-    "workers/rollout/vllm/weights/test_block_fp8.py",
+    "rewards/test_process_pool.py",
     "end_to_end/test_main_dpo.py",
-    "end_to_end/test_evaluation.py",
-    "master/service/test_job_master.py",
-    "end_to_end/test_weight_sync.py",
-    "workers/rollout/vllm/weights/test_loading.py",
+    "config/test_load.py",
+    "end_to_end/test_rollout_correction.py",
+    "testing/test_transport.py",
 )
 NUM_CPUS = 4  # worker slots, on any machine: two ranks of two roles
 OBJECT_STORE_BYTES = 200 * 1024**2
@@ -96,6 +101,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seeded() -> None:
     """Every test draws the same numbers, with one thread, whatever ran before it in this process."""
     torch.set_num_threads(1)  # a run in this process has chosen its own number
+    if logging.root.level != logging.INFO:  # each change of it empties what all loggers remember
+        logging.root.setLevel(logging.INFO)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -112,12 +119,16 @@ def vllm_groups() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Ray cluster on this machine for the whole session, without dashboard."""
     import ray
 
-    started = not ray.is_initialized()
-    if started:
+    from tests.support.ray_forks import forked_workers
+
+    if ray.is_initialized():
+        yield
+        return
+    with forked_workers(tmp_path_factory.mktemp("ray")):
         ray.init(
             address="local",
             num_cpus=NUM_CPUS,
@@ -125,8 +136,7 @@ def ray_cluster() -> Iterator[None]:
             log_to_driver=False,
             object_store_memory=OBJECT_STORE_BYTES,
         )
-    yield
-    if started:
+        yield
         ray.shutdown()
 
 

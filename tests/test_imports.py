@@ -24,6 +24,7 @@ LIGHT = (
     "import reward_score",
     "import hybridrl.config",
     "import hybridrl.single_controller.processes.worker_host",
+    "import hybridrl.master.service.job_master",
     "from hybridrl.single_controller import Dispatch, RayWorkerGroup, Worker, register",
     "import hybridrl.main_ppo",
     "import hybridrl.main_sft",

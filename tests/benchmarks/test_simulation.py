@@ -106,7 +106,7 @@ def test_the_command_prints_a_step_and_refuses_what_it_does_not_know(capsys, tmp
     assert main([*small, "--decode-table", str(table)]) != 0
     assert "has no pair; give at least [[1, 0.009]]" in capsys.readouterr().err
     assert main([*small, "--model", "/nowhere"]) != 0
-    assert "/nowhere: the model's config.json cannot be used" in capsys.readouterr().err
+    assert "model.path='/nowhere': transformers cannot read it as a model" in capsys.readouterr().err
 
 
 def test_the_steps_of_a_model_by_its_config_are_predicted(capsys, tiny_qwen2):

@@ -12,6 +12,7 @@ from hybridrl.master.jobs.job_handle import GroupHandle
 from hybridrl.single_controller.invocation import CONTROL, USER_CODE, Dispatch, Invocation
 from hybridrl.single_controller.placement.resource_pool import RayResourcePool
 from hybridrl.single_controller.ray_worker_group import RayClassWithInitArgs, RayWorkerGroup
+from tests.support.fork_request import NEW_INTERPRETER
 from tests.support.single_controller.calling_workers import EXPORTED, PLANTED, Caller
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(120)]
@@ -25,7 +26,8 @@ def groups(ray_cluster) -> Iterator[Groups]:
     """Three roles of one process each; every process knows all three."""
     with RayResourcePool([1], name_prefix="chain") as pool:
         recipe = RayClassWithInitArgs(Caller)
-        recipe.update_options({"concurrency_groups": {USER_CODE: 1, CONTROL: 1}})
+        options = {"concurrency_groups": {USER_CODE: 1, CONTROL: 1}}
+        recipe.update_options(options | {"runtime_env": {"env_vars": NEW_INTERPRETER}})
         groups = {role: RayWorkerGroup(pool, recipe, role=role, name_prefix="chain", share=0.3) for role in ROLES}
         handles = {role: GroupHandle.from_group(group) for role, group in groups.items()}
         for group in groups.values():

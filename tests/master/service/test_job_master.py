@@ -36,8 +36,6 @@ def test_a_job_is_monitored_from_its_start_to_its_end(tmp_path):
         assert 0 < beat["private"] < beat["memory"]
         assert set(beat["capacity"]) == {"memory", "/dev/shm", "Ray's directory"}
         assert all(0 < left <= total for left, total in beat["capacity"].values())
-        with open(f"/proc/{seen['pid']}/maps") as maps:
-            assert "libtorch" not in maps.read()  # a master is light
         call = group.execute_rank_async(0, "doze_until", str(tmp_path / "seen"))
         seen = wait_for(client, lambda seen: seen["beats"]["adder-0"]["doing"] == "adder.doze_until")
         (tmp_path / "seen").touch()
