@@ -189,11 +189,12 @@ def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
     """Yield budgets below the longest sequence, wherever micro-batches are cut by tokens."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     policy = config.actor_rollout_ref
-    if (positions := _positions(policy.model)) is not None and positions < longest:
+    positions, key = _positions(policy.model)
+    if positions is not None and positions < longest:
         yield (
             f"data.max_response_length={config.data.max_response_length}: with data.max_prompt_length="
             f"{config.data.max_prompt_length} a sequence has {longest} tokens, and {policy.model.path} has {positions} "
-            "positions (max_position_embeddings); lower one of them"
+            f"positions ({key}); lower one of them"
         )
         return
     with_ref = policy.actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.distillation.enabled
@@ -215,15 +216,23 @@ def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
             )
 
 
-def _positions(model: ModelConfig) -> int | None:
-    """Return how long a sequence the model in a directory can read; None if its config does not say so."""
+def _positions(model: ModelConfig) -> tuple[int | None, str]:
+    """Return how long a sequence the model in a directory can read, and the entry of its config that says so.
+
+    None if its config does not say so. Beyond its original positions a model with `longrope` computes all rows of a
+    call with other rotations, so that the numbers of a row would depend on its micro-batch.
+    """
+    key = "max_position_embeddings"
     try:
         with open(os.path.join(model.path or "", "config.json"), encoding="utf-8") as file:
             found = json.load(file) | dict(model.override_config)
     except (OSError, ValueError, TypeError):  # a name of the hub, or damage that the check of the model names
-        return None
-    limit = found.get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
+        return None, key
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        key = f"original_{key}"
+    limit = rope.get(key) or found.get(key)
+    return (limit if isinstance(limit, int) else None), key
 
 
 def sft_token_budget_problems(config: SupervisedConfig) -> Problems:

@@ -18,7 +18,7 @@ from hybridrl.config.schema.workers import ModelConfig
 from hybridrl.errors import CheckpointError, ConfigError
 from hybridrl.workers.engine import hf_model
 from hybridrl.workers.engine.base import LoRA
-from hybridrl.workers.engine.model_files import safetensors_files
+from hybridrl.workers.engine.model_files import model_directory, safetensors_files
 from hybridrl.workers.engine.peft_format import peft_name, write_adapter
 
 COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
@@ -166,9 +166,11 @@ def _write(tensors: dict[str, torch.Tensor], directory: str, *, model: ModelConf
         hf_model.make_scoring(config, pad_token_id=tokenizer.pad_token_id)
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    for name in COPIED:
-        if os.path.exists(file := os.path.join(model.path, name)):
-            shutil.copy(file, directory)
+    source = model_directory(model.path)
+    code = [file.name for file in source.glob("*.py")] if model.trust_remote_code else []
+    for name in (*COPIED, *code):
+        if (source / name).exists():
+            shutil.copy(source / name, directory)
     _save_shards(tensors, directory)
 
 

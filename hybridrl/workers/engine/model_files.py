@@ -51,12 +51,16 @@ def check_model(
         _check_vocabulary(tokenizer, getattr(found.get_text_config(), "vocab_size", None), f"{key}={path}")
 
 
-def safetensors_files(path: str) -> list[Path]:
-    """Return the weight files of a model, from its directory or the hub's cache."""
+def model_directory(path: str) -> Path:
+    """Return the directory of a model, for a name of the hub the one in its cache."""
     from huggingface_hub import snapshot_download
 
-    directory = path if os.path.isdir(path) else snapshot_download(path, local_files_only=True)
-    return sorted(Path(directory).glob("*.safetensors"))
+    return Path(path if os.path.isdir(path) else snapshot_download(path, local_files_only=True))
+
+
+def safetensors_files(path: str) -> list[Path]:
+    """Return the weight files of a model, from its directory or the hub's cache."""
+    return sorted(model_directory(path).glob("*.safetensors"))
 
 
 def file_problems(directory: Path) -> Iterator[str]:

@@ -174,6 +174,7 @@ class ShardedEngine(ABC):
     def state_tensors(self) -> StateTensors:
         for optimizer in self._optimizers:
             create_adam_state(optimizer)
+        self._move_optimizers(self._optimizer_on)  # new moments are where the parameters are
         return StateTensors(self._models, self._optimizers)
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:

@@ -637,3 +637,10 @@ def test_a_response_beyond_the_models_positions_is_one_error_that_names_them(che
     assert message.count("\n") == 0 and "small has 8192 positions (max_position_embeddings)" in message
     assert "a sequence has 100512 tokens" in message
     assert check(model, "data.max_response_length=7680") == ""
+    (tmp_path / "small" / "config.json").write_text(
+        '{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_scaling": '
+        '{"type": "longrope"}}'
+    )
+    assert "small has 4096 positions (original_max_position_embeddings)" in check(
+        model, "data.max_response_length=4000"
+    )

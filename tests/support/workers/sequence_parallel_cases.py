@@ -63,6 +63,7 @@ CASES = {
     "2 ranks, padded, 6 heads of keys": Case(2, 2, "six heads", {}, MicroBatching(max_rows=5)),
     "2 ranks, padded, a window": Case(2, 2, "window", {}, MicroBatching(max_rows=5)),
     "2 ranks, packed, a window": Case(2, 2, "window", {"packed": True}, MicroBatching(max_rows=9)),
+    "2 ranks, shared prefixes, a window": Case(2, 2, "window", {"share_prefixes": True}, MicroBatching(max_rows=7)),
     "2 ranks, shared prefixes": Case(2, 2, "untied", {"share_prefixes": True}, MicroBatching(max_tokens=50)),
     "2 ranks, terms of the vocabulary": Case(
         2, 2, "tied", {"packed": True, "token_terms": TERMS}, MicroBatching(max_rows=7)

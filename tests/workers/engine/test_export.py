@@ -1,5 +1,8 @@
 """Names of the weights in an export, which are those of the model's files where transformers has joined experts."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -51,3 +54,36 @@ def test_experts_that_are_joined_on_disk_stay_joined(exported, tmp_path, tiny_to
     export_hf(make_engine(path).weights(), str(tmp_path / "export"), model=ModelConfig(path=path))
     names = load_file(tmp_path / "export/model.safetensors").keys()
     assert names == load_file(tmp_path / "model/model.safetensors").keys() == exported[2].keys()
+
+
+def test_the_export_of_a_model_of_the_hub_has_its_other_files(tmp_path, tiny_qwen2, monkeypatch):
+    snapshot = tmp_path / "models--own--tiny/snapshots/1"
+    shutil.copytree(tiny_qwen2, snapshot)
+    (snapshot / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "models--own--tiny/refs").mkdir()
+    (tmp_path / "models--own--tiny/refs/main").write_text("1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    weights = load_file(tiny_qwen2 / "model.safetensors").items()
+    export_hf(weights, str(tmp_path / "export"), model=ModelConfig(path="own/tiny"))
+    assert (tmp_path / "export/generation_config.json").exists()
+    assert (tmp_path / "export/preprocessor_config.json").exists()
+
+
+def test_an_export_has_the_code_that_its_model_brings(tmp_path, tiny_qwen2):
+    model, export = tmp_path / "model", tmp_path / "export"
+    shutil.copytree(tiny_qwen2, model)
+    (model / "configuration_own.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    (model / "modeling_own.py").write_text(
+        "from transformers import Qwen2ForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
+        "class OwnForCausalLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "own"}
+    names = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (model / "config.json").write_text(json.dumps(config | {"auto_map": names}))
+    weights = load_file(model / "model.safetensors")
+    export_hf(weights.items(), str(export), model=ModelConfig(path=str(model), trust_remote_code=True))
+    found = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

@@ -95,3 +95,10 @@ def test_a_snapshot_of_another_model_is_refused(model, tmp_path):
     other = make_engine(save_tiny_qwen2(tmp_path, num_hidden_layers=1))
     with pytest.raises(CheckpointError, match="does not fit this rank's share"):
         load_engine_state(make_engine(model), take_engine_state(other))
+
+
+def test_new_moments_are_on_the_device_of_the_optimizer_and_not_on_that_of_offloaded_parameters(model):
+    engine = make_engine(model, param_offload=True)
+    engine._optimizer_on = torch.device("meta")  # as another device than the parameters'
+    states = [state for optimizer in engine.state_tensors().optimizers for state in optimizer.state.values()]
+    assert states and {state[name].device.type for state in states for name in ("exp_avg", "exp_avg_sq")} == {"meta"}

@@ -215,14 +215,15 @@ def state_obstacle(model: Any) -> str | None:
 
     It tries new layers of the model's classes: some ignore a state that more than one token follows.
     """
-    config = model.config.get_text_config()
+    config, device = model.config.get_text_config(), next(model.parameters()).device  # kernels may need the model's
     modules = {type(module): (module, cache) for module, cache in recurrent_modules(model)}
     for layer, (module, cache) in modules.items():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             run, states = layer(config, module.layer_idx).float().eval(), torch.randn(1, 12, config.hidden_size)
+        run, states = run.to(device), states.to(device)
         for name, buffer in module.named_buffers(recurse=False):  # some are set by the model
-            run.register_buffer(name, buffer.cpu().float())
+            run.register_buffer(name, buffer.to(device).float())
         kept = LayerState()
         run(states[:, :8], **{cache: kept})
         found, expected = run(states[:, 8:], **{cache: kept.fork(1)}), run(states)[:, 8:]

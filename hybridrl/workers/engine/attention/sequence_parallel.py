@@ -176,7 +176,8 @@ def _attend(
 
     states = query, key, value
     if tree is not None:
-        return tree_attention.tree_attention(module, *states, None, tree=tree, **kwargs)[0]
+        options = {"tree": tree, "sliding_window": sliding_window, **kwargs}
+        return tree_attention.tree_attention(module, *states, None, **options)[0]
     if spans:
         options = {"spans": spans, "sliding_window": sliding_window, **kwargs}
         return packed_attention.packed_sdpa(module, *states, None, **options)[0]
