@@ -7,6 +7,8 @@ where the program is, and no judgement comes from there:
 * calls: `in_sandbox/calls.py` runs beside the program and prints what it returned; the values are compared here;
 * unit tests: they run in a sandbox of their own, on the recorded answers of the program (`in_sandbox/judge.py`).
 
+Every program has the names of `in_sandbox/prelude.py` without importing them.
+
 So a program that ends early with status 0, prints "passed", or returns an object that equals everything fails. So does
 one that leaves no time for the other cases, or forges a value that cannot be compared. What fails without the program's
 fault (a server is gone, tests that cannot be run) raises, and is no score.
@@ -27,6 +29,7 @@ from reward_score.code_tests import CallTests, InputTests, UnitTests, read_tests
 BLOCK = re.compile(r"```(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "py", "python3", "")
 PROGRAMS = Path(__file__).parent / "in_sandbox"
+RUN = "import prelude\nexec(compile(open('solution.py', 'rb').read(), 'solution.py', 'exec'))"
 MAX_ROUNDS = 6  # in which unit tests ask for calls that depend on the answers of others
 MAX_DEPTH = 100  # of lists in what a call returns
 LATE = "timeout"
@@ -134,13 +137,18 @@ def score_inputs(
     """Return the case of every input: the program reads it and prints the output."""
 
     def run_case(number: int) -> Case:
-        outcome = sandbox.run(code, stdin=tests.inputs[number], files={}, time_limit_s=sandbox.time_limit_s)
+        outcome = run_program(code, sandbox, stdin=tests.inputs[number])
         if outcome.verdict != "ok":
             return Case(outcome.detail or outcome.verdict, late=outcome.verdict == LATE)
         same = _is_same(same_output, outcome.stdout, tests.outputs[number], tolerance=tolerance)
         return Case() if same else Case(f"case {number}: another output")
 
     return run_cases(run_case, len(tests.inputs), sandbox, stop_early=not continuous)
+
+
+def run_program(code: str, sandbox: Runner, *, stdin: str = "") -> Outcome:
+    """Return what became of a program that reads this standard input."""
+    return sandbox.run(RUN, stdin=stdin, files=_files(code), time_limit_s=sandbox.time_limit_s)
 
 
 def run_cases(run_case: Callable[[int], Case], count: int, sandbox: Runner, *, stop_early: bool) -> list[Case]:
@@ -172,7 +180,7 @@ def run_cases(run_case: Callable[[int], Case], count: int, sandbox: Runner, *, s
 def _leaves_time(count: int, sandbox: Runner) -> bool:
     """Return whether so many cases of an empty program, which is run once, would begin within `sandbox.budget_s`."""
     began = time.monotonic()
-    sandbox.run("", files={}, time_limit_s=sandbox.time_limit_s)
+    run_program("", sandbox)
     return (time.monotonic() - began) * -(-count // sandbox.concurrency) <= sandbox.budget_s
 
 
@@ -199,15 +207,15 @@ def score_calls(code: str, tests: CallTests, sandbox: Runner, *, tolerance: floa
 
 
 def answer_calls(
-    code: str, calls: Sequence[dict[str, Any]], sandbox: Runner, *, within_s: float
+    code: str, calls: Sequence[dict[str, Any]], sandbox: Runner, *, within_s: float, preamble: str = ""
 ) -> list[dict[str, Any]]:
     """Return {"value": ...} or {"error": [type, text]} of every call of the program's functions, made in one process.
 
     What the program prints instead is an answer of the program. Calls after the end of its process, which is at
-    `within_s` at the latest, have an error.
+    `within_s` at the latest, have an error. `preamble` is code that runs before the program.
     """
     job = json.dumps({"calls": list(calls), "limit_s": sandbox.time_limit_s})
-    files = {"solution.py": code.encode("utf-8", "replace"), "calls.json": job.encode(), **_wire_file()}
+    files = {"preamble.py": preamble.encode(), "calls.json": job.encode(), **_files(code), **_wire_file()}
     outcome = sandbox.run(_program("calls.py"), files=files, time_limit_s=within_s)
     kind = "TimeUp" if outcome.verdict == LATE else "Ended"
     missing = {"error": [kind, outcome.detail or "the program ended before this call"]}
@@ -257,7 +265,7 @@ def score_unit_tests(code: str, tests: UnitTests, sandbox: Runner) -> list[Case]
     for _ in range(MAX_ROUNDS):
         if (left_s := deadline - time.monotonic()) <= 0:
             return [Case(f"its calls took more than {sandbox.budget_s:g} s", late=True)] * len(tests.tests)
-        answers = answer_calls(code, calls, sandbox, within_s=left_s)
+        answers = answer_calls(code, calls, sandbox, within_s=left_s, preamble=tests.preamble)
         outcome = judge(tests, calls, answers, sandbox)
         if outcome.verdict != "ok":  # without its answers they ran: it may have returned what exhausts them
             reason = f"the tests did not end on its answers: {outcome.detail}"
@@ -293,6 +301,10 @@ def judge(tests: UnitTests, calls: list, answers: list, sandbox: Runner) -> Outc
 @functools.cache
 def _program(name: str) -> str:
     return (PROGRAMS / name).read_text(encoding="utf-8")
+
+
+def _files(code: str) -> dict[str, bytes]:
+    return {"solution.py": code.encode("utf-8", "replace"), "prelude.py": _program("prelude.py").encode()}
 
 
 def _wire_file() -> dict[str, bytes]:

@@ -37,12 +37,13 @@ class CallTests:
 class UnitTests:
     """Each of `tests` is Python code that raises no exception.
 
-    `setup` runs before. `functions` are the program's even if `setup` has them, too.
+    `setup` runs before them, and `preamble` before the program. `functions` are the program's even if `setup` has them.
     """
 
     tests: tuple[str, ...]
     setup: str = ""
     functions: tuple[str, ...] = ()
+    preamble: str = ""
 
 
 Tests = InputTests | CallTests | UnitTests
@@ -92,10 +93,13 @@ def _of_list(cases: Sequence[Any]) -> Any:
 
 
 def _human_eval(truth: Mapping[str, Any]) -> UnitTests:
-    """Return HumanEval's tests. Its checks use helpers of the prompt, whose text is therefore a part of the setup."""
-    name = truth["entry_point"]
-    prompt = truth.get("prompt") or ""
-    return UnitTests((f"check({name})",), f"{prompt}\n    pass\n{truth['test']}" if prompt else truth["test"], (name,))
+    """Return HumanEval's tests. Its checks use helpers of the prompt, whose text is therefore a part of the setup.
+
+    The program may leave out the prompt's imports and helpers: what is before the function itself.
+    """
+    name, prompt = truth["entry_point"], truth.get("prompt") or ""
+    setup = f"{prompt}\n    pass\n{truth['test']}" if prompt else truth["test"]
+    return UnitTests((f"check({name})",), setup, (name,), f"\n{prompt}".rpartition(f"\ndef {name}(")[0])
 
 
 def _text(lines: Any) -> str:

@@ -1,5 +1,7 @@
 """Call functions of the program `solution.py`, as `calls.json` lists them, and print what each returns.
 
+`preamble.py` runs before the program, in its namespace.
+
 Runs in a sandbox together with the program, which may do to this file what it likes. So nothing here judges: the
 expected values are elsewhere, and a line that the program prints itself is only another answer of the program.
 
@@ -12,6 +14,7 @@ import os
 import signal
 import sys
 
+import prelude  # noqa: F401
 from wire import Reference, decode, encode
 
 MAX_TEXT = 300  # characters of an error
@@ -41,8 +44,9 @@ class Callee:
         self.returned = {}
 
     def load(self):
-        with open("solution.py", "rb") as file:
-            exec(compile(file.read(), "solution.py", "exec"), self.names)
+        for name in ("preamble.py", "solution.py"):
+            with open(name, "rb") as file:
+                exec(compile(file.read(), name, "exec"), self.names)
 
     def find(self, target):
         """Return a function: a name of the program, a method of its class Solution, or an attribute of a result."""

@@ -171,6 +171,29 @@ def test_unit_tests_call_the_program_from_outside(runner):
     assert code.compute_score(block("def back(x): return x"), HUMAN_EVAL, sandbox=runner)["score"] == 0.0
 
 
+def test_a_program_may_leave_out_the_imports_that_its_data_set_gives(runner):
+    method = (
+        "from __future__ import annotations\nclass Solution:\n    def add(self, xs: List[int], y: int) -> Any:\n"
+        "        counts: DefaultDict = defaultdict(int)\n        heapq.heapify(xs)\n"
+        "        return heappop(xs) + pow(y, 1, 7) + math.gcd(4, 6) + len(counts) + isinstance(Counter, type)"
+    )
+    calls = {"inputs": [[[2, 1], 3]], "outputs": [7], "fn_name": "add"}
+    assert code.compute_score(block(method.partition("\n")[2]), calls, sandbox=runner)["score"] == 1.0
+    assert code.compute_score(block(method), calls, sandbox=runner)["score"] == 1.0
+    program = (
+        "from __future__ import annotations\nxs: deque[int] = deque(map(int, sys.stdin.readline().split()))\n"
+        "print(max(xs), pow(2, 3, 5), open(0).name, __name__, Counter is collections.Counter)\n1 / 0"
+    )
+    outcome = code.run_program(program, runner, stdin="1 2")
+    assert outcome.stdout == "2 3 0 __main__ True\n" and '"solution.py", line 4' in outcome.stderr
+
+
+def test_a_program_may_leave_out_what_its_prompt_has_before_the_function(runner):
+    prompt = f"import cmath as c\n{HUMAN_EVAL['prompt']}"
+    text = block("def back(x: List[int]) -> int:\n    return x - step(0) + int(abs(c.phase(1)))")
+    assert code.compute_score(text, {**HUMAN_EVAL, "prompt": prompt}, sandbox=runner)["score"] == 1.0
+
+
 def test_objects_of_the_program_stay_there_and_errors_are_raised_in_the_tests(runner):
     text = block(
         "class Account:\n    def __init__(self, sum): self.sum = sum\n    def pay(self, x):\n        self.sum -= x\n"
