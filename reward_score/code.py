@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from reward_score.code_tests import CallTests, InputTests, UnitTests, read_tests, same_output, same_value
 
 BLOCK = re.compile(r"```(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)(?:```|\Z)", re.DOTALL)
-PYTHON = ("python", "py", "python3", "")
+PYTHON = ("python", "py", "python3")
 PROGRAMS = Path(__file__).parent / "in_sandbox"
 RUN = "import prelude\nexec(compile(open('solution.py', 'rb').read(), 'solution.py', 'exec'))"
 MAX_ROUNDS = 6  # in which unit tests ask for calls that depend on the answers of others
@@ -123,12 +123,14 @@ def as_score(cases: Sequence[Case], *, continuous: bool) -> dict[str, Any]:
 
 
 def extract_code(text: str) -> str | None:
-    """Return the last block of Python code, or the last one that names no language; None if there is none.
+    """Return the last block that is named as Python, else the last one without a language, else None.
 
     A block that does not end, because the response was cut, counts.
     """
-    blocks = [match for match in BLOCK.finditer(text) if match["language"].lower() in PYTHON]
-    return blocks[-1]["code"] if blocks else None
+    for languages in (PYTHON, ("",)):
+        if blocks := [match["code"] for match in BLOCK.finditer(text) if match["language"].lower() in languages]:
+            return blocks[-1]
+    return None
 
 
 def score_inputs(

@@ -43,6 +43,8 @@ def block(text: str) -> str:
         ("```\nprint(1)\n```", "print(1)\n"),
         ("```py\na\n```\nthen\n```python3\nb\n```", "b\n"),
         ("```python\na\n```\n```text\nits output\n```", "a\n"),
+        ("```python\na\n```\nExample output:\n```\n5\n```", "a\n"),
+        ("```\na\n```\nor\n```\nb\n```", "b\n"),
         ("```python\nprint(1)\nprint(2", "print(1)\nprint(2"),
         ("print(1)", None),
         ("```cpp\nint main(){}\n```", None),
