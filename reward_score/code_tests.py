@@ -4,7 +4,7 @@
 
     {"inputs": [...], "outputs": [...]}                     standard input and output: APPS, TACO, Codeforces, PRIME
     {"inputs": [...], "outputs": [...], "fn_name": "f"}     calls: an input is a list of arguments, or has one per line
-    [{"input": ..., "output": ..., "testtype": ...}, ...]   either: LiveCodeBench
+    [{"input": ..., "output": ..., "testtype": ..., "metadata": {"func_name": "f"}}, ...]   either: LiveCodeBench
     {"assert_case": [...]}, {"test_list": [...]}, [...]     assertions: verl, MBPP
     {"test": "def check(candidate): ...", "entry_point": "f", "prompt": ...}   HumanEval
 """
@@ -53,7 +53,7 @@ def read_tests(ground_truth: Any) -> Tests:
     """Return the tests in a row's `ground_truth`.
 
     Raises:
-        ValueError: It has none, or in no form of the module's docstring.
+        ValueError: It has none, or in no form of the module's docstring, or calls of a function without a name.
     """
     truth = json.loads(ground_truth) if isinstance(ground_truth, str | bytes) else ground_truth
     if isinstance(truth, Sequence):
@@ -87,9 +87,17 @@ def _of_list(cases: Sequence[Any]) -> Any:
         return {"test_list": cases}
     if not cases or not all(isinstance(case, Mapping) and {"input", "output"} <= case.keys() for case in cases):
         return cases
-    names = {(case.get("metadata") or {}).get("func_name") for case in cases if case.get("testtype") == "functional"}
     found: dict[str, Any] = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
-    return found | ({"fn_name": names.pop()} if names else {})
+    calls = [case for case in cases if case.get("testtype") == "functional"]
+    if not calls:
+        return found
+    names = {name for case in calls if (name := (case.get("metadata") or {}).get("func_name"))}
+    if len(names) != 1:
+        raise ValueError(
+            f"ground_truth: functional tests need one func_name, and have {sorted(names) or 'none'}: add "
+            "metadata={'func_name': ...} to a case, or give {'inputs': ..., 'outputs': ..., 'fn_name': ...}"
+        )
+    return found | {"fn_name": names.pop()}
 
 
 def _human_eval(truth: Mapping[str, Any]) -> UnitTests:

@@ -91,6 +91,14 @@ def test_the_forms_of_datasets_are_read_as_objects_and_as_json(truth, tests):
     assert getattr(found, "setup", "").strip() == getattr(tests, "setup", "").strip()
 
 
+def test_a_functional_test_needs_the_name_of_its_function():
+    case = {"input": "[2,7]\n9", "output": "[0,1]", "testtype": "functional"}
+    for cases in ([case], [case | {"metadata": {"func_name": name}} for name in "fg"]):
+        with pytest.raises(ValueError, match="functional tests need one func_name"):
+            read_tests(cases)
+    assert read_tests([case, case | {"metadata": {"func_name": "f"}}]).function == "f"
+
+
 @pytest.mark.parametrize(
     "truth", [{}, [], {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, 7, "7", [1]]
 )
