@@ -69,7 +69,7 @@ def read_tests(ground_truth: Any) -> Tests:
     if inputs is None or outputs is None or len(inputs) == 0 or len(inputs) != len(outputs):
         raise _unknown_form(truth)
     if function := truth.get("fn_name"):
-        return CallTests(function, tuple(map(_arguments, inputs)), tuple(map(_expected, outputs)))
+        return CallTests(function, tuple(map(_arguments, inputs)), tuple(map(_expected, inputs, outputs)))
     return InputTests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
 
 
@@ -122,9 +122,9 @@ def _arguments(value: Any) -> list:
     return list(value)
 
 
-def _expected(value: Any) -> Any:
-    """Return what a call shall return; a text is read as JSON if it is that."""
-    if isinstance(value, str):
+def _expected(arguments: Any, value: Any) -> Any:
+    """Return what a call shall return; a text is read as JSON if it is that, and the arguments are a text, too."""
+    if isinstance(arguments, str) and isinstance(value, str):
         try:
             return json.loads(value)
         except ValueError:

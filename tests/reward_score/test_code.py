@@ -60,8 +60,8 @@ def test_the_last_block_of_python_is_the_program(text, found):
         ({"inputs": ["1\n"], "outputs": ["2\n"]}, InputTests(("1\n",), ("2\n",))),
         ({"inputs": [["1", "2"]], "outputs": [["3"]]}, InputTests(("1\n2",), ("3",))),
         (
-            {"inputs": [[1, [2]], '1\n"a"'], "outputs": [[3], '"b"'], "fn_name": "f"},
-            CallTests("f", ([1, [2]], [1, "a"]), ([3], "b")),
+            {"inputs": [[1, [2]], '1\n"a"', ["11", "1"]], "outputs": [[3], '"b"', "100"], "fn_name": "f"},
+            CallTests("f", ([1, [2]], [1, "a"], ["11", "1"]), ([3], "b", "100")),
         ),
         (
             [{"input": "1", "output": "2", "testtype": "stdin"}],
