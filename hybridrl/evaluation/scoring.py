@@ -11,16 +11,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import reward_score
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.generation import EvaluationConfig, ScoringConfig
 from hybridrl.config.schema.ppo import CustomRewardConfig
+from hybridrl.config.schema.workers import RewardModelConfig
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.evaluation.estimates import estimates, grouped, table
 from hybridrl.evaluation.output_files import prepare_folder
 from hybridrl.rewards.function_address import SAMPLE_ARGUMENTS, FunctionAddress
-from hybridrl.rewards.load import describe_failure
+from hybridrl.rewards.load import describe_failure, program_runner
+from hybridrl.rewards.manager import source_problem
 from hybridrl.rewards.process_pool import ScoreProcessPool
 from hybridrl.rewards.sample_score import SampleScore, read_score
 from hybridrl.system.atomic_write import atomic_write
@@ -60,23 +61,24 @@ def score_calls(calls: Sequence[Call], custom: CustomRewardConfig, scoring: Scor
 
 @contextlib.contextmanager
 def score_processes(
-    sources: Iterable[Any], custom: CustomRewardConfig, scoring: ScoringConfig
+    sources: Iterable[Any], custom: CustomRewardConfig, scoring: ScoringConfig | RewardModelConfig
 ) -> Iterator[ScoreProcessPool]:
     """Have processes that score by the custom function, or by those of these data sources.
 
     Raises:
-        ConfigError: The function cannot be loaded, or there is none for a data source.
+        ConfigError: The function cannot be loaded, or a data source has no function, or no sandbox for its programs.
     """
-    function = FunctionAddress.of(None, kwargs=custom.kwargs)
+    num_processes = scoring.num_processes or min(MAX_PROCESSES, os.cpu_count() or 1)
     if custom.path is not None:
         function = FunctionAddress(custom.path, custom.name, kwargs=dict(custom.kwargs))
     else:
-        _check_sources(sources)
+        runner = program_runner(scoring.sandbox_fusion, scoring.timeout_s, num_processes=num_processes)
+        function = FunctionAddress.of(None, kwargs={"sandbox": runner, **custom.kwargs})
+        for source in dict.fromkeys(sources):
+            if (problem := source_problem(source, function)) is not None:
+                raise ConfigError(problem)
     pool = ScoreProcessPool(
-        function,
-        num_processes=scoring.num_processes or min(MAX_PROCESSES, os.cpu_count() or 1),
-        timeout_s=scoring.timeout_s,
-        limits=RewardLimits.of(scoring.limits),
+        function, num_processes=num_processes, timeout_s=scoring.timeout_s, limits=RewardLimits.of(scoring.limits)
     )
     try:
         if custom.path is not None and (failure := pool.check()) is not None:
@@ -84,12 +86,6 @@ def score_processes(
         yield pool
     finally:
         pool.close()
-
-
-def _check_sources(sources: Iterable[Any]) -> None:
-    for source in dict.fromkeys(sources):
-        if not isinstance(source, str) or not reward_score.has_score_function(source):
-            raise ConfigError(reward_score.unknown_source_text(source))
 
 
 def sample_of(name: str, call: Call, score: SampleScore) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from hybridrl.config.plugs import REWARD_MANAGERS as REWARD_MANAGERS
 from hybridrl.config.reward_limits import RewardLimits
 from hybridrl.config.schema.ppo import CustomRewardConfig, PPOConfig
+from hybridrl.config.schema.workers import SandboxFusionConfig
 from hybridrl.errors import ConfigError
 from hybridrl.rewards import sandbox
 from hybridrl.rewards.function_address import FunctionAddress
@@ -93,8 +94,8 @@ def score_function(config: PPOConfig, compute_score: Callable[..., Any] | None) 
     Raises:
         ConfigError: There is none, or the program's function cannot be sent to a process.
     """
-    custom = config.custom_reward_function
-    manager = REWARD_MANAGERS.lookup(config.reward_model.reward_manager)
+    custom, model = config.custom_reward_function, config.reward_model
+    manager = REWARD_MANAGERS.lookup(model.reward_manager)
     arguments = getattr(manager, "arguments", RewardManager.arguments)
     if compute_score is not None:
         try:
@@ -108,19 +109,18 @@ def score_function(config: PPOConfig, compute_score: Callable[..., Any] | None) 
         return FunctionAddress(custom.path, custom.name, kwargs=dict(custom.kwargs), arguments=arguments)
     if custom.name != CustomRewardConfig().name:
         raise ConfigError(f"custom_reward_function.name={custom.name}: in which file? set custom_reward_function.path")
-    kwargs = {"sandbox": program_runner(config), **custom.kwargs}
-    return FunctionAddress.of(None, kwargs=kwargs, arguments=arguments)
+    runner = program_runner(model.sandbox_fusion, model.timeout_s, num_processes=num_processes(config))
+    return FunctionAddress.of(None, kwargs={"sandbox": runner, **custom.kwargs}, arguments=arguments)
 
 
-def program_runner(config: PPOConfig) -> "sandbox.ProgramRunner":
-    """Return the sandbox that the settings name, for one of the reward processes. Starts nothing."""
-    model, settings = config.reward_model, config.reward_model.sandbox_fusion
+def program_runner(settings: SandboxFusionConfig, timeout_s: float, *, num_processes: int) -> "sandbox.ProgramRunner":
+    """Return the sandbox of these settings, for one of the reward processes and its time of a call. Starts nothing."""
     return sandbox.ProgramRunner(
         url=settings.url,
-        max_concurrent=max(1, settings.max_concurrent // num_processes(config)),
+        max_concurrent=max(1, settings.max_concurrent // num_processes),
         memory_limit_mb=settings.memory_limit_mb,
         time_limit_s=settings.timeout_s,
-        budget_s=model.timeout_s - settings.timeout_s - START_S,
+        budget_s=timeout_s - settings.timeout_s - START_S,
     )
 
 

@@ -83,6 +83,20 @@ class Scorer(Protocol):
         """Release processes and files. Called once."""
 
 
+def source_problem(data_source: Any, function: FunctionAddress) -> str | None:
+    """Return why the built-in function, with its sandbox, cannot score rows of a data source, or None."""
+    if not isinstance(data_source, str) or not reward_score.has_score_function(data_source):
+        return reward_score.unknown_source_text(data_source)
+    runner = function.kwargs.get("sandbox")
+    if not reward_score.runs_programs(data_source) or runner is None:
+        return None
+    try:
+        logger.info("programs of data_source=%s run in a sandbox: %s", data_source, runner.check())
+    except ConfigError as error:
+        return f"data_source={data_source!r} runs programs of the policy, and {error}"
+    return None
+
+
 class RewardManager:
     """Scores each sample with one call of the reward function.
 
@@ -155,18 +169,7 @@ class RewardManager:
 
         A custom function decides for itself. A source whose rows need a sandbox has one program run in it.
         """
-        if not self._built_in:
-            return None
-        if not reward_score.has_score_function(data_source):
-            return reward_score.unknown_source_text(data_source)
-        runner = self.processes.function.kwargs.get("sandbox")
-        if not reward_score.runs_programs(data_source) or runner is None:
-            return None
-        try:
-            logger.info("programs of data_source=%s run in a sandbox: %s", data_source, runner.check())
-        except ConfigError as error:
-            return f"data_source={data_source!r} runs programs of the policy, and {error}"
-        return None
+        return source_problem(data_source, self.processes.function) if self._built_in else None
 
     def close(self) -> None:
         """Stop the score processes; the next call starts new ones."""

@@ -10,8 +10,10 @@ import pytest
 from hybridrl import main_eval, main_generation
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.output_files import OutputParts
+from hybridrl.rewards.sandbox import LocalSandbox, SandboxUnavailable
 from hybridrl.trainer.data.row_files import prompt_table, write_table
 from tests.support.end_to_end.runs import write_prompts, write_reward
+from tests.support.sandbox_server import serve_sandbox
 from tests.support.workers.image_cases import image_rows, plain_answers, save_tiny
 
 TEXT_ONLY = """
@@ -145,6 +147,23 @@ def test_data_that_cannot_be_scored_is_one_error(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"data_source": "unknown", "responses": ["x"]}) + "\n")
     assert main_eval.main([f"data.path={tmp_path / 'rows.jsonl'}"]) == 2
     assert "no reward function for data_source='unknown'" in capsys.readouterr().err
+
+
+def test_programs_run_in_the_sandbox_of_the_settings_which_is_checked_first(tmp_path, capsys):
+    row = {"data_source": "apps", "reward_model": {"ground_truth": '{"inputs": ["1 2"], "outputs": ["3"]}'}}
+    row["responses"] = [f"```python\nprint({text})\n```" for text in ("sum(map(int, input().split()))", "4")]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    words = [f"data.path={tmp_path / 'rows.jsonl'}", "reward_model.num_processes=1", "reward_model.timeout_s=60"]
+    assert main_eval.main([*words, "reward_model.sandbox_fusion.timeout_s=50"]) == 2
+    assert "set reward_model.timeout_s=101 or more" in capsys.readouterr().err
+    try:
+        LocalSandbox().check()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    with serve_sandbox() as server:
+        for own in ([f"reward_model.sandbox_fusion.url={server.url}"], []):
+            assert main_eval.main([*words, *own]) == 0
+            assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"test_score/apps": 0.5}
 
 
 @pytest.mark.slow

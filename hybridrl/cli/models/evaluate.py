@@ -17,7 +17,6 @@ from hybridrl import main_ppo
 from hybridrl.cli.data.tasks import data_file
 from hybridrl.cli.models.export import model_directory
 from hybridrl.config import PPOConfig, load_config
-from hybridrl.config.schema.generation import ScoringConfig
 from hybridrl.driver.terminal import show
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.endpoint import EndpointResponse, find_model, respond_all
@@ -129,9 +128,8 @@ def _evaluate_endpoint(arguments: argparse.Namespace, folder: Path) -> int:
     requests = _requests(config, rows, num=num, n=arguments.n)
     prepare_folder(output, "--output")
     on_done = functools.partial(_show_progress, len(requests))
-    reward, sources = config.reward_model, (rows[row].get("data_source") or UNKNOWN for row in range(num))
-    scoring = ScoringConfig(reward.num_processes, reward.timeout_s, reward.limits)
-    with score_processes(sources, config.custom_reward_function, scoring) as pool:
+    sources = (rows[row].get("data_source") or UNKNOWN for row in range(num))
+    with score_processes(sources, config.custom_reward_function, config.reward_model) as pool:
         responding = respond_all(model, requests, max_open=arguments.concurrency, on_done=on_done)
         samples = _scored(pool, config, rows, asyncio.run(responding), n=arguments.n)
     write_lines(output, samples)

@@ -6,6 +6,7 @@ from hybridrl.config.fields import MAX_NODES, MAX_SEED, MAX_SLOTS, section, sett
 from hybridrl.config.schema.data import FILES, ImageDataConfig
 from hybridrl.config.schema.ppo import CustomRewardConfig
 from hybridrl.config.schema.rollout import GeneratorConfig
+from hybridrl.config.schema.workers import SandboxFusionConfig
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class ScoringConfig:
         "variables that it sees.",
         free=True,
     )
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, "The sandbox of responses that are programs.")
 
 
 @dataclass(frozen=True)

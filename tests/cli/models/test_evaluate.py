@@ -114,8 +114,9 @@ def test_what_cannot_be_scored_is_refused_before_a_request(tmp_path, tiny_site, 
     row = {"prompt": "a", "data_source": "nowhere", "reward_model": {"ground_truth": "1"}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     (tmp_path / "text.jsonl").write_text(json.dumps(row | {"reward_model": "1"}))
-    for file, text in (("rows.jsonl", "nowhere"), ("text.jsonl", "reward_model")):
-        assert cli.main(["eval", file, url]) == 2
+    (tmp_path / "code.jsonl").write_text(json.dumps(row | {"data_source": "apps"}))
+    for file, text in (("rows.jsonl", "nowhere"), ("text.jsonl", "reward_model"), ("code.jsonl", "timeout_s=19 or")):
+        assert cli.main(["eval", file, url, "reward_model.sandbox_fusion.timeout_s=9"]) == 2
         error = capsys.readouterr().err
         assert text in error and " of 1 responses" not in error and "Traceback" not in error
 
