@@ -8,13 +8,13 @@ from typing import Any
 
 from reward_score import math
 
-ANSWER = re.compile(r"(?i)answer\s*:[ \t]*([^\n]+)")
+ANSWER = re.compile(r"(?is).*answer\s*:(?:[\s*$]|\\\[[ \t]*\n)*([^\s*$][^\n]*)")  # the last one that text follows
 
 
 def compute_score(solution_str: str, ground_truth: str | int) -> dict[str, Any]:
     """Return {"score": 1.0 or -1.0, "acc": bool, "pred": the answer found, or None}.
 
-    The answer is what follows the last `Answer:` up to the end of that line, else the last boxed one.
+    The answer is the first line of text behind the last `Answer:`, else the last boxed one.
     """
     pred = extract_solution(solution_str)
     correct = pred is not None and math.equal(pred, str(ground_truth))
@@ -22,9 +22,8 @@ def compute_score(solution_str: str, ground_truth: str | int) -> dict[str, Any]:
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """Return the answer without box, dollar signs and full stop, or None."""
-    lines = ANSWER.findall(solution_str)
-    if not lines:
-        return math.last_boxed(solution_str)
-    boxed = math.last_boxed(lines[-1])
-    return boxed if boxed is not None else lines[-1].strip().strip("*").removesuffix(".").strip().strip("$").strip()
+    """Return the answer without box, asterisks, dollar signs and full stop, or None."""
+    match = ANSWER.match(solution_str)
+    line = match.group(1) if match else ""
+    boxed = math.last_boxed(line)
+    return boxed if boxed is not None else line.rstrip(" \t\r*.$") or math.last_boxed(solution_str)

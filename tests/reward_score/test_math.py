@@ -111,6 +111,15 @@ def test_reference_answers_are_equal_to_themselves_as_mathematics_and_not_to_the
         (r"Answer: \boxed{34}", "34", 1.0),
         (r"so \boxed{34}", "34", 1.0),
         ("34", None, -1.0),
+        ("Answer:\n34", "34", 1.0),
+        ("Answer: **34**.", "34", 1.0),
+        ("**Final Answer:**\n\\boxed{34}", "34", 1.0),
+        ("Answer:\n\\[\n\\boxed{34}\n\\]", "34", 1.0),
+        ("Answer:\n$$\n34\n$$", "34", 1.0),
+        ("## Final answer:\n\nAnswer: 34", "34", 1.0),
+        ("Answer: 34\nFinal answer:\n", "34", 1.0),
+        (r"so \boxed{34}. Answer: **.**", "34", 1.0),
+        ("Answer: .34", ".34", -1.0),
     ],
 )
 def test_dapo_scores_the_answer_line(text, pred, score):
