@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+PERCENT = re.compile(r"\\?%")
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
@@ -51,7 +52,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Return whether two LaTeX answers are equal: letter by letter, or as parsed by math-verify."""
+    """Return whether two LaTeX answers are equal: letter by letter, or as parsed by math-verify.
+
+    Signs of percent are dropped from both, as MATH's own scorer does: its answers have them or not.
+    """
+    answer, truth = (PERCENT.sub("", text) for text in (answer, truth))
     if not answer or not truth:
         return False
     if answer == truth:

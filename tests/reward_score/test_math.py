@@ -50,6 +50,10 @@ def test_last_boxed_balances_braces(text, answer):
         ("1,2", "2,1"),
         ("5", "x=5"),
         (r"90^\circ", "90"),
+        (r"50\%", r"50 \%"),
+        (r"50\%", r"\text{50\%}"),
+        (r"12.5\%", r"12.50\%"),
+        ("10", r"10\%"),  # MATH's own scorer drops the sign: some of its answers in percent have it, others do not
     ],
 )
 def test_equal_mathematics_scores_one(truth, answer):
@@ -60,7 +64,8 @@ def test_equal_mathematics_scores_one(truth, answer):
     ("truth", "answer"),
     [
         ("2", "3"),
-        ("10", r"10\%"),
+        ("10", r"0.1\%"),
+        (r"\%", "%"),
         ("[1,3)", "[1,3]"),
         (r"\text{even}", r"\text{odd}"),
         ("x+1", "x+2"),
