@@ -4,7 +4,7 @@ The table leads from a row's `data_source` to its score function.
 
 Nothing here imports hybridrl, so that a score function can be used, tested and copied on its own. The functions have no
 time limit: a hostile answer can keep `math` busy for long. `hybridrl.rewards` runs them in processes with a limit, and
-scores a response 0 that exceeds it where `HARMLESS_RESPONSE` does not.
+scores a response as an empty one that exceeds it where `HARMLESS_RESPONSE` does not.
 """
 
 from collections.abc import Callable

@@ -223,10 +223,11 @@ class RewardManager:
         return [scores[row] for row in range(len(samples))]
 
     def _blamed(self, samples: list[dict[str, Any]], results: list[CallResult]) -> list[CallResult]:
-        """Return the results, with 0 for each response that makes a built-in function fail.
+        """Return the results, with an empty response's for each one that makes a built-in function fail.
 
-        Else a policy would learn to be left out. To blame is a response with which the function fails twice, though it
-        scores a harmless one. Programs have limits of their own: `reward_score.code` blames them.
+        Else a policy would learn to be left out, or to get 0 where a wrong answer has -1. To blame is a response with
+        which the function fails twice, though it scores a harmless one. Programs have limits of their own:
+        `reward_score.code` blames them.
         """
         named = enumerate(zip(samples, results, strict=True))
         failed = [row for row, (s, r) in named if r.failure and not reward_score.runs_programs(str(s["data_source"]))]
@@ -238,8 +239,8 @@ class RewardManager:
         for row, second, other in zip(failed, again[: len(failed)], again[len(failed) :], strict=True):
             results[row] = second
             if second.failure and not other.failure:
-                logger.warning("sample %d is scored 0, its response makes the function fail: %s", row, second.reason)
-                results[row] = CallResult(value=0.0)
+                logger.warning("sample %d counts as empty, it makes the function fail: %s", row, second.reason)
+                [results[row]] = self.run_calls([{**samples[row], "solution_str": ""}])
         return results
 
     def _samples(self, data: DataProto, lengths_B: torch.Tensor) -> list[dict[str, Any]]:

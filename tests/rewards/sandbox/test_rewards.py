@@ -57,17 +57,19 @@ def test_a_source_whose_rows_run_programs_has_its_sandbox_tried_before_training(
 
 
 @pytest.mark.slow
-def test_a_response_that_makes_a_built_in_function_hang_or_fail_is_scored_0_and_a_broken_row_is_left_out():
+def test_a_response_that_makes_a_built_in_function_hang_or_fail_counts_as_empty_and_a_broken_row_is_left_out():
     manager = load(timeout_s=8.0, limits={"memory_mb": 1500})
     bombs = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{" + "(" * 3000 + "}", r"\boxed{10^{10^{10}}!}"]
     samples = [sample("lighteval/MATH", text, r"\frac{1}{2}") for text in [*bombs, r"\boxed{0.5}", "none"]]
+    samples.append(sample("aime_2024", "Answer: 9^{9^{9^{9}}}", "42"))
     samples.append(sample("lighteval/MATH", r"\boxed{2}", None))
     try:
         scores = manager._scores(samples, torch.ones(len(samples), dtype=torch.int64), by_model={})
     finally:
         manager.close()
-    assert [score.value for score in scores] == [0.0] * len(bombs) + [1.0, 0.0, 0.0]
-    assert [score.valid for score in scores] == [True] * (len(bombs) + 2) + [False]
+    assert [score.value for score in scores] == [0.0] * len(bombs) + [1.0, 0.0, -1.0, 0.0]
+    assert [score.valid for score in scores] == [True] * (len(bombs) + 3) + [False]
+    assert scores[-2].extra == {"acc": False, "pred": None}
     assert scores[-1].failure == "error"
 
 
