@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 SUBMIT = (sys.executable, "-m", "hybridrl.main_job", ROOT / "examples/openrlhf_ppo/main.py")
@@ -19,7 +19,7 @@ SUBMIT = (sys.executable, "-m", "hybridrl.main_job", ROOT / "examples/openrlhf_p
 def run(*command, folder=ROOT, code=0):
     python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = os.environ | {"PYTHONPATH": python_path, "PYTHON": sys.executable}
-    done = subprocess.run([*map(str, command)], cwd=folder, env=variables, timeout=280, capture_output=True, text=True)
+    done = subprocess.run([*map(str, command)], cwd=folder, env=variables, timeout=560, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
