@@ -13,6 +13,7 @@ from hybridrl import cli, main_job
 from tests.cli.test_graph import texts_of
 from tests.support.driver.one_process import run_in_one_process
 from tests.support.driver.ray_head import own, ray_head
+from tests.support.end_to_end.runs import processes_with
 
 FILE = """
 device_type: CPU
@@ -132,6 +133,9 @@ def test_a_python_file_is_submitted_and_its_processes_and_end_are_found(tmp_path
         while not journals.is_dir():  # the master makes it
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_with(folder)}
+        [master] = [pid for pid, command in commands.items() if command.startswith(b"ray::JobMaster")]
+        assert "libtorch" not in Path(f"/proc/{master}/maps").read_text()  # a master is light
         while not out.exists() or "is succeeded" not in job("status", journals):
             assert time.monotonic() < deadline
             time.sleep(0.5)
