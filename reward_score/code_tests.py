@@ -101,9 +101,10 @@ def _of_list(cases: Sequence[Any]) -> Any:
 
 
 def _human_eval(truth: Mapping[str, Any]) -> UnitTests:
-    """Return HumanEval's tests. Its checks use helpers of the prompt, whose text is therefore a part of the setup.
+    """Return HumanEval's tests.
 
-    The program may leave out the prompt's imports and helpers: what is before the function itself.
+    Its checks use helpers of the prompt, whose text is therefore a part of the setup. The program may leave out the
+    prompt's imports and helpers: what is before the function itself.
     """
     name, prompt = truth["entry_point"], truth.get("prompt") or ""
     setup = f"{prompt}\n    pass\n{truth['test']}" if prompt else truth["test"]
@@ -123,7 +124,10 @@ def _arguments(value: Any) -> list:
 
 
 def _expected(arguments: Any, value: Any) -> Any:
-    """Return what a call shall return; a text is read as JSON if it is that, and the arguments are a text, too."""
+    """Return what a call shall return.
+
+    A text is read as JSON where the arguments are a text, too, if it is JSON.
+    """
     if isinstance(arguments, str) and isinstance(value, str):
         try:
             return json.loads(value)

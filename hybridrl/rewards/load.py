@@ -114,7 +114,10 @@ def score_function(config: PPOConfig, compute_score: Callable[..., Any] | None) 
 
 
 def program_runner(settings: SandboxFusionConfig, timeout_s: float, *, num_processes: int) -> "sandbox.ProgramRunner":
-    """Return the sandbox of these settings, for one of the reward processes and its time of a call. Starts nothing."""
+    """Return the sandbox of these settings for one reward process. Starts nothing.
+
+    timeout_s: Of a call.
+    """
     return sandbox.ProgramRunner(
         url=settings.url,
         max_concurrent=max(1, settings.max_concurrent // num_processes),

@@ -1,7 +1,8 @@
-"""Give a program the names that judges of its data set import before it: modules of Python, and what is in them.
+"""Gives a program the names that judges of its data set import before it.
 
-A program without its imports then runs as it does there. The names join Python's builtins, and replace none of them. So
-the program's own names hide them, its line numbers stay, and it may begin with `from __future__`.
+They are modules of Python, and what is in them. A program without its imports then runs as it does there. The names
+join Python's builtins, and replace none of them. So the program's own names hide them, its line numbers stay, and it
+may begin with `from __future__`.
 """
 
 import builtins

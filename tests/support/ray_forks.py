@@ -54,7 +54,10 @@ def forked_workers(folder: Path) -> Iterator[None]:
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork a worker for each request, until the process of the tests has ended. Returns in each worker, too."""
+    """Fork a worker for each request, until the process of the tests has ended.
+
+    Returns in each worker, too, at its end.
+    """
     parent = process.parent_process()
     assert parent is not None and "ray" not in sys.modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets workers that have ended

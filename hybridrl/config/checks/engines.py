@@ -217,10 +217,10 @@ def token_budget_problems(config: PPOConfig, *, with_critic: bool) -> Problems:
 
 
 def _positions(model: ModelConfig) -> tuple[int | None, str]:
-    """Return how long a sequence the model in a directory can read, and the entry of its config that says so.
+    """Return the longest sequence that a model reads, and the entry of its config.
 
-    None if its config does not say so. Beyond its original positions a model with `longrope` computes all rows of a
-    call with other rotations, so that the numbers of a row would depend on its micro-batch.
+    None if its config does not say so, or is not in a directory. Beyond its original positions a model with `longrope`
+    computes all rows of a call with other rotations, so that the numbers of a row would depend on its micro-batch.
     """
     key = "max_position_embeddings"
     try:

@@ -56,7 +56,7 @@ def settings(folder: Path, model: Path, **changes: object) -> list[str]:
         "actor_rollout_ref.rollout.name": "hf",
         "actor_rollout_ref.rollout.n": 3,
         "custom_reward_function.path": write_reward(folder / "reward.py"),
-        "reward_model.num_processes": 1,  # as many more processes for every run as there are cores
+        "reward_model.num_processes": 1,  # by default a process per core, which takes CPU to start
         "trainer.backend": "local",
         "trainer.master": False,  # saves a process for every run on Ray; tests of the master turn it on
         "trainer.device": "cpu",

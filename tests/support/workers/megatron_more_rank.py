@@ -53,7 +53,10 @@ def critic_step(critic: MegatronEngine, batch: DataProto) -> dict[str, float]:
 
 
 def in_bfloat16(folder: Path) -> dict:
-    """Return grad norms in bfloat16, of a policy and of a critic, and whether the critic resumes bit for bit."""
+    """Return grad norms in bfloat16 of a policy and a critic.
+
+    Also whether the critic resumes bit for bit.
+    """
     batch, found = make_batch(), {}
     for name, layout in {"TP2": TP, "DP2": {}, "PP2": PP | PLAIN}.items():
         engine = make_engine(str(folder / "qwen2"), layout, dtype="bfloat16")

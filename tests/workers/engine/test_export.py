@@ -1,4 +1,4 @@
-"""Names of the weights in an export, which are those of the model's files where transformers has joined experts."""
+"""An export: its names of weights, which are those of the model's files, its other files, and its code."""
 
 import json
 import shutil

@@ -181,8 +181,8 @@ def fuse_experts(
         experts = waiting.setdefault(fused, {})
         experts.setdefault(int(number), []).append(tensor)
         if part != "gate" and len(experts) == num_experts:
-            parts = [part for _, parts in sorted(waiting.pop(fused).items()) for part in parts]
-            yield fused, torch.cat(parts).unflatten(0, (num_experts, -1))
+            in_order = [one for _, own in sorted(waiting.pop(fused).items()) for one in own]
+            yield fused, torch.cat(in_order).unflatten(0, (num_experts, -1))
 
 
 def _gather_tensor(

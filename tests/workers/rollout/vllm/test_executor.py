@@ -26,7 +26,10 @@ pytestmark = [
 
 
 def save_wide_heads(path: Path) -> None:
-    """Write a model whose only key-value head is on both ranks, and whose heads are two blocks of fp8."""
+    """Write a model whose only key-value head is on both ranks.
+
+    Its heads are two blocks of fp8.
+    """
     sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.2}
     config = Qwen3Config(**sizes, **DENSE, max_position_embeddings=256, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
