@@ -22,7 +22,7 @@ real: .venv/lint.stamp ## SEED=1: set up, then a real model learns: SmolLM2-135M
 test: .venv/test.stamp lint ## set up (vLLM, too), lint, and run the tests
 	$(PYTHON) -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
-quick: .venv/lint.stamp ## the pure tests: no Ray, no vLLM, under a minute
+quick: .venv/lint.stamp ## the pure tests: no Ray, no vLLM, two minutes
 	$(PYTHON) -m pytest -q $(QUICK)
 
 lint: .venv/lint.stamp ## ruff, types, the import arrows, and the sizes of .ci/limits.toml
